@@ -56,7 +56,7 @@ def on_standins(folder: Path, text: str) -> Iterator[Path]:
     config, file = folder / "experiment.toml", folder / "instances.json"
     with standin() as one, standin() as two:
         write_instances(file, [Instance("i0", one.url), Instance("i1", two.url)])
-        command = [sys.executable, "-m", "tests.harness.standin.restart"]
+        command = [sys.executable, "-m", "tests.harness.standin.process"]
         restart = ", ".join(f'"{word}"' for word in [*command, one.url, two.url])
         text = text.replace("FILE", str(file)).replace('"RESTART"', restart)
         config.write_text(text)

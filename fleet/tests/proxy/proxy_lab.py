@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 from kvtax.paths import REPOSITORY
 from kvtax.proc.ports import reserve
+from tests.harness.forked import Forked
 from tests.harness.standin.process import Standin
 
 from kvtax_fleet.instances import write_instances
@@ -172,9 +173,7 @@ def proxy(
     write_instances(file, instances)
     command = [sys.executable, "-m", "kvtax", "proxy", "--instances", str(file)]
     command += ["--policy", policy, "--log", str(log), *options]
-    with subprocess.Popen(
-        command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
-    ) as process:
+    with Forked(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as process:
         try:
             url = process.stdout.readline().strip()
             control = process.stdout.readline().strip().removeprefix("control: ")

@@ -40,7 +40,8 @@ pytestmark = pytest.mark.slow
 
 def test_an_instance_killed_in_mid_stream_ends_with_an_error_event(two, tmp_path):
     with standin(*SLOW) as one, proxy(tmp_path, named([one, two[1]])) as on:
-        with connect(on.url, ask(max_tokens=400), X_Request_Id="cut") as client:
+        headers = {"X_Request_Id": "cut", "Connection": "close"}
+        with connect(on.url, ask(max_tokens=400), **headers) as client:
             begun = first_event(client)
             assert b"200 OK" in begun
             one.process.kill()
@@ -61,7 +62,8 @@ def test_an_instance_killed_in_mid_stream_ends_with_an_error_event(two, tmp_path
 
 def test_a_hung_instance_is_given_up_ejected_and_taken_back(two, tmp_path):
     with proxy(tmp_path, named(two), "round_robin", "--silence-timeout-s", "2") as on:
-        with connect(on.url, ask(max_tokens=400), X_Request_Id="mid") as client:
+        headers = {"X_Request_Id": "mid", "Connection": "close"}
+        with connect(on.url, ask(max_tokens=400), **headers) as client:
             first_event(client)
             os.kill(two[0].process.pid, signal.SIGSTOP)
             try:

@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from kvtax.paths import REPOSITORY
+from tests.harness.forked import Forked
 from tests.proc.living import eventually
 
 from kvtax_fleet.replay.options import Options
@@ -133,7 +134,7 @@ class ReplayProcess:
         command = [sys.executable, "-m", "kvtax", "fleet", "replay"]
         command += ["--url", url]
         command += ["--trace", str(trace), "--out", str(out), *options]
-        self.process = subprocess.Popen(
+        self.process = Forked(
             command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True
         )
 

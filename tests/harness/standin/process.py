@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in as a process that ends with its `with` block, or with its parent."""
+"""A stand-in as a process that ends with its `with` block, or with its parent.
+
+`python -m tests.harness.standin.process URL ...` restarts stand-ins, as an experiment's
+`restart` does.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from typing import NamedTuple
 
 from kvtax.paths import REPOSITORY
 from kvtax.proc.loopback import open_url
+from tests.harness.forked import Forked
 
 TIMEOUT_S = 60.0
 
@@ -49,7 +54,7 @@ def standin(*options: str) -> Iterator[Standin]:
         "--until-stdin-closes",
         *options,
     ]
-    with subprocess.Popen(
+    with Forked(
         command,
         cwd=REPOSITORY,
         stdin=subprocess.PIPE,
@@ -68,3 +73,9 @@ def _short(name: str) -> str:
     metric, _, labels = name.partition("{")
     own = labels.rstrip("}").split(",")[2:]
     return f"{metric}{{{own[0].split('=')[1].strip(chr(34))}}}" if own else metric
+
+
+if __name__ == "__main__":
+    for url in sys.argv[1:]:
+        request = urllib.request.Request(f"{url}/restart", method="POST")
+        open_url(request, TIMEOUT_S).close()
