@@ -64,8 +64,13 @@ UNREADABLE = {
 
 def run(folder: Path, modules: dict[str, str]) -> tuple[str, dict[str, str]]:
     """What pytest prints, and the word of its summary for each test."""
-    for name in ("conftest.py", "inside.py"):
-        shutil.copy(REPOSITORY / "tests" / "patched" / name, folder)
+    patched = REPOSITORY / "tests" / "patched"
+    shutil.copy(patched / "inside.py", folder)
+    # No vLLM is imported, so that a zygote would only cost time.
+    text = (patched / "conftest.py").read_text()
+    cold = text.replace("engine.preloaded import Preloaded", "proc import supervise")
+    cold = cold.replace("Preloaded(", "supervise.Supervised(")
+    (folder / "conftest.py").write_text(cold)
     for name, module in modules.items():
         (folder / f"test_{name}.py").write_text(module)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n  slow\n  long\n")

@@ -29,9 +29,9 @@ from kvtax.engine.environment import engine_environment
 from kvtax.engine.installation import Installation, installation
 from kvtax.engine.null_model import CPU_ENGINE
 from kvtax.engine.overlay import build_overlay
+from kvtax.engine.preloaded import Preloaded
 from kvtax.engine.server import tail
 from kvtax.proc.ports import reserve
-from kvtax.proc.supervise import Supervised
 from tests.releases import INSTALLED, package_of, under_test
 
 HERE = Path(__file__).parent
@@ -69,7 +69,7 @@ class InsideRun:
         env["KVTAX_INSIDE_RESULTS"] = str(self._results)
         plugins = ["--noconftest", "-p", "inside", "-p", "no:cacheprovider", "-m", ""]
         command = installed.command("-m", "pytest", *plugins, *options, *tests)
-        self._process = Supervised(command, env, self._log)
+        self._process = Preloaded(command, env, self._log)
 
     def outcome(self, test: str) -> dict[str, str]:
         """Waits until that test (a node id) has ended; its outcome and report.

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import importlib
 import os
-import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from statistics import mean
 from unittest.mock import MagicMock
@@ -18,7 +16,6 @@ import pytest
 from fleet.tests.simulate.two_arms import run, two_arms
 from kvtax.cli import Exit
 from kvtax.engine.null_model import Forward
-from kvtax.paths import REPOSITORY
 from kvtax.report.markdown import DASH
 
 from kvtax_fleet.analyze.arm_runs import ArmRun, read_run
@@ -115,13 +112,19 @@ def test_the_same_experiment_gives_the_same_bytes_and_runs_may_use_all_cores(
     config: Path, folder: Path, tmp_path: Path
 ) -> None:
     again = tmp_path / "run"
-    module = [sys.executable, "-m", "kvtax", "fleet", str(config), "--virtual"]
-    process = subprocess.Popen([*module, "--out", str(again)], cwd=REPOSITORY)
     last_cores: dict[int, set[int]] = {}
-    while process.poll() is None:
-        last_cores |= simulating_on_cores(again)
-        time.sleep(0.05)
-    assert process.returncode == 0
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.05):
+            last_cores.update(simulating_on_cores(again))
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    done = run(config, again)
+    ended.set()
+    watching.join()
+    assert done.returncode == 0, done.stderr
     # Processes that simulate: one with vLLM, and its forks.
     assert len(last_cores) > 1
     assert all(cores == os.sched_getaffinity(0) for cores in last_cores.values())

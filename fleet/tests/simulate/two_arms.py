@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import io
+import signal
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import NamedTuple
 
-from kvtax.paths import REPOSITORY
-
-DEADLINE_S = 300
+from kvtax.cli import main
+from kvtax.signals import SIGNALS
 
 TEXT = """
 summary = "two instances, in virtual time"
@@ -38,13 +39,24 @@ def two_arms(concurrency: list[int], repeats: int) -> str:
     return TEXT.format(concurrency=concurrency, repeats=repeats)
 
 
-def run(config: Path, out: Path, *options: str) -> subprocess.CompletedProcess:
-    """Run an experiment in virtual time."""
-    module = [sys.executable, "-m", "kvtax", "fleet", str(config), "--virtual"]
-    return subprocess.run(
-        [*module, "--out", str(out), *options],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
+class Ended(NamedTuple):
+    """The exit code of a command, and what it printed."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run(config: Path, out: Path, *options: str) -> Ended:
+    """Run an experiment in virtual time, in this process."""
+    stdout, stderr = io.StringIO(), io.StringIO()
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        with redirect_stdout(stdout), redirect_stderr(stderr):
+            code = main(
+                ["fleet", str(config), "--virtual", "--out", str(out), *options]
+            )
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return Ended(code, stdout.getvalue(), stderr.getvalue())

@@ -2,8 +2,9 @@
 """Runs in virtual time: cells for kvtax_fleet.simulate, and its processes.
 
 Instances get the same arguments as in real time. Runs with one connector share a
-process that has imported the connector's private vLLM; each run is a fork of that
-process, as many at a time as there are cores, here or on the hosts of a Ray cluster.
+process that has imported the connector's private vLLM, forked from one that has
+imported all else; each run is a fork of that process, as many at a time as there are
+cores, here or on the hosts of a Ray cluster.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from pathlib import Path
 import msgspec
 from kvtax.config import ConfigError
 from kvtax.engine import preflight
+from kvtax.engine.preloaded import Preloaded
 from kvtax.engine.server import tail
 from kvtax.hosts import Task, finished_tasks
 from kvtax.proc.ports import FIRST, staggered
-from kvtax.proc.supervise import Supervised
 from kvtax.records import RecordsError
 from kvtax.records.files import read_document
 
@@ -237,7 +238,7 @@ class _Worker:
             str(pipe),
             str(jobs),
         ]
-        self._process = Supervised(command, env | ALIKE, self._log)
+        self._process = Preloaded(command, env | ALIKE, self._log)
 
     def begin(self, run: PlannedRun, cell: Cell) -> None:
         name = f"{cell.planned.arm}.r{cell.planned.repeat}"
