@@ -310,6 +310,8 @@ def test_to_collect_tests_imports_neither_torch_nor_vllm():
         name
         for name, path in files.items()
         if path.name.startswith(("test_", "conftest"))
+        # Imported to show their results.
+        or (name.startswith("studies.") and name.endswith(".__main__"))
         # Those inside a patched vLLM are read, and not imported.
         if not name.startswith("tests.patched.test_")
         if "long" not in marks(path)

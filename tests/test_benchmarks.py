@@ -24,12 +24,15 @@ from kvtax.stats import resampling
 from tests.proc.living import eventually
 
 
-def run(name: str, *arguments: str) -> str:
-    """Return the output of `kvtax bench name`."""
-    command = [sys.executable, "-m", "kvtax", "bench", name, *arguments]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def bench(capsys, signals):
+    """Return the output of `kvtax bench` with these arguments."""
+
+    def of(*arguments: str) -> str:
+        assert main(["bench", *arguments]) == Exit.GOOD
+        return capsys.readouterr().out
+
+    return of
 
 
 @pytest.mark.slow
@@ -44,10 +47,8 @@ def test_each_benchmark_describes_itself_and_is_documented(benchmark):
 
 
 @pytest.mark.slow
-def test_the_list_has_a_line_per_benchmark():
-    done = [sys.executable, "-m", "kvtax", "bench"]
-    text = subprocess.run(done, cwd=REPOSITORY, capture_output=True, text=True).stdout
-    assert [line.split()[0] for line in text.splitlines()] == [
+def test_the_list_has_a_line_per_benchmark(bench):
+    assert [line.split()[0] for line in bench().splitlines()] == [
         benchmark.name for benchmark in BENCHMARKS
     ]
 
@@ -66,16 +67,16 @@ def test_only_errors_with_an_exit_code_end_a_benchmark_with_one(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_small_fleet_is_looked_at_twice():
-    text = run("look", "--steps", "9000", "--servers", "3")
+def test_a_small_fleet_is_looked_at_twice(bench):
+    text = bench("look", "--steps", "9000", "--servers", "3")
     for look in ("first, of JSON", "second, of what the first kept"):
         assert f"| {look} |" in text
     assert "The page has 0." in text
 
 
 @pytest.mark.slow
-def test_what_three_hosts_count_is_what_one_would():
-    text = run("look", "--hosts", "3", "--steps", "9000", "--servers", "3")
+def test_what_three_hosts_count_is_what_one_would(bench):
+    text = bench("look", "--hosts", "3", "--steps", "9000", "--servers", "3")
     assert "Counts of merged and whole are equal." in text
     _, _, table = text.partition("% off |")
     off = [float(row) for row in re.findall(r"\| ([\d.]+)% \|", table)]
@@ -83,8 +84,8 @@ def test_what_three_hosts_count_is_what_one_would():
 
 
 @pytest.mark.slow
-def test_small_traces_are_made_described_and_sampled():
-    text = run("traces", "--sessions", "30")
+def test_small_traces_are_made_described_and_sampled(bench):
+    text = bench("traces", "--sessions", "30")
     for name in ("synth", "stats", "sample of 300 requests", "512"):
         assert f"| {name} |" in text
 

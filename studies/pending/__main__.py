@@ -33,8 +33,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import torch
-import torch.distributed as dist
 
 from benchmarks.results import Variant, configure_rounds, engines, turns
 from kvtax.engine.connector import load_connector
@@ -147,6 +145,9 @@ class Transfer:
 
 def poll_us(queue: list[Transfer]) -> float:
     """Time one poll of the queue, with the ranks that poll it, too."""
+    import torch
+    import torch.distributed as dist
+
     before = time.perf_counter_ns()
     states = torch.tensor([one.poll() for one in queue], dtype=torch.uint8)
     dist.all_reduce(states, op=dist.ReduceOp.MIN)
@@ -156,6 +157,9 @@ def poll_us(queue: list[Transfer]) -> float:
 
 def poll_as_rank(lengths: list[int], calls: int) -> None:
     """Poll queues of each length, `calls` times; rank 0 prints the times."""
+    import torch
+    import torch.distributed as dist
+
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     times_us = {}

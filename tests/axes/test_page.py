@@ -209,6 +209,7 @@ def test_sources_beside_a_build_are_a_table_with_the_largest_difference(monkeypa
     assert "by at most 3.0%, those of the second build by at most 0.5%" in text
 
 
+@pytest.mark.slow
 def test_the_committed_page_is_what_the_committed_cells_make():
     cells = read_all_cells()
     matrix = with_releases_of(read_matrix(), cells)
@@ -338,27 +339,6 @@ def test_a_module_of_vllm_that_came_later_is_said_to_be_missing():
     transfer = {"kv_connector": "UMBP", "kv_connector_module_path": module}
     own = msgspec.structs.replace(load_connector("noop"), kv_transfer_config=transfer)
     assert not_in_release(own, installation()) == "there is no UMBP in this release"
-
-
-PLUGIN = """
-def register():
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-    KVConnectorFactory.register_connector("Odd", "connectors.noop", "NoopConnector")
-"""
-
-
-@pytest.mark.slow
-def test_a_connector_that_a_plugin_registers_is_there(tmp_path, monkeypatch):
-    info = tmp_path / "odd-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: odd\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nodd = odd:register\n"
-    )
-    (tmp_path / "odd.py").write_text(PLUGIN)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    _, connector = own_connector("Odd", None)
-    assert not_in_release(connector, installation()) is None
 
 
 def test_the_engine_of_a_cell_gets_its_config_in_no_command_line(monkeypatch, tmp_path):

@@ -17,6 +17,7 @@ from kvtax_fleet.launch.instance_settings import read_instance_settings
 from kvtax_fleet.launch.spec import FleetSpec, SpecError, members
 from kvtax_fleet.paths import CONFIGS
 
+from kvtax.cli import Exit, main
 from kvtax.config import ConfigError
 from kvtax.engine import ServerError, preflight, provenance
 from kvtax.engine.companion import accompanied
@@ -147,7 +148,6 @@ def test_a_profile_that_holds_it_is_recorded_and_served():
     assert set(served.patches) == {*connector.patches, *profile.patches}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -157,13 +157,17 @@ def test_a_profile_that_holds_it_is_recorded_and_served():
         (["--python", "/no/python"], "/no/python cannot be run"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_before_anything_starts(options, why):
-    command = [sys.executable, "-m", "kvtax", "sweep", *options]
-    told = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    assert told.returncode == 2
-    assert why in told.stderr
+def test_what_cannot_be_measured_is_refused_before_anything_starts(
+    options, why, capsys, signals, monkeypatch
+):
+    # Another lock than that of the sweeps that run beside.
+    lock = f"\0kvtax-test-{os.getpid()}"
+    monkeypatch.setattr("kvtax.proc.machine_lock.MEASUREMENT", lock)
+    assert main(["sweep", *options]) == Exit.BAD_INPUT
+    shown = capsys.readouterr()
+    assert why in shown.err
     # No trial was planned.
-    assert "r0" not in told.stdout
+    assert "r0" not in shown.out
 
 
 @pytest.mark.parametrize(

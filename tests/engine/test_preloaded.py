@@ -146,6 +146,7 @@ def test_a_spawned_child_has_nothing_of_its_parents(kind, folder):
     assert output(folder, "spawns", kind).splitlines() == lines
 
 
+@pytest.mark.slow
 def test_one_zygote_forks_servers_of_several_threads_at_once(folder):
     with ThreadPoolExecutor(8) as threads:
         running = list(threads.map(lambda _: start(folder, "sleeper"), range(8)))
@@ -156,6 +157,7 @@ def test_one_zygote_forks_servers_of_several_threads_at_once(folder):
     assert gone(processes)
 
 
+@pytest.mark.slow
 def test_other_variables_that_imports_may_read_have_another_zygote(folder):
     assert '"OMP_OTHER": "1"' in output(folder, "facts", OMP_OTHER="1")
     assert '"OMP_OTHER": "2"' in output(folder, "facts", OMP_OTHER="2")
@@ -169,6 +171,7 @@ def test_other_variables_that_imports_may_read_have_another_zygote(folder):
     assert gone(set(before) - set(zygotes()))
 
 
+@pytest.mark.slow
 def test_commands_go_on_without_their_zygote_and_the_next_has_another(folder):
     with start(folder, "sleeper") as running:
         (zygote,) = zygotes()

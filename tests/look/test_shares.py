@@ -280,6 +280,7 @@ def test_a_hole_in_a_file_is_a_bad_line(tmp_path, file, at, end):
     assert {"torn_lines", "bad_lines"} & {one.kind for one in instance.warnings}
 
 
+@pytest.mark.slow
 def test_gigabytes_of_blanks_in_a_line_need_little_memory(tmp_path, capsys):
     folder = served(tmp_path / "records").write()
     path = folder / "engine_step.jsonl"

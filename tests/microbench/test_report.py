@@ -63,6 +63,7 @@ def test_verdicts_tell_growth_from_drift_and_from_failure(configs: dict[str, Any
     assert "the server died" in configs["broken"]["error"]
 
 
+@pytest.mark.slow
 def test_every_config_has_the_same_fields_in_the_same_order(configs: dict[str, Any]):
     fields = {name: list(entry) for name, entry in configs.items()}
     assert all(names == fields["plain"] for names in fields.values()), fields
@@ -465,6 +466,7 @@ def made_again(evidence: Path, out: Path) -> list[bytes]:
     return [(out / name).read_bytes() for name in RESULTS]
 
 
+@pytest.mark.slow
 def test_results_of_a_run_are_made_again_from_its_evidence_byte_for_byte(tmp_path):
     truths = [Truth("plain"), Truth("mooncake_both_hash_sync", 60.0, build_meta=2.0)]
     truths += [Truth("noop", fails="it died"), Truth("plain_aa")]
@@ -506,6 +508,7 @@ def test_a_headline_holds_another_days_figure_or_not(value, ci95, held):
     assert occasions.holds(Estimate(5.0, None), Estimate(value, ci95)) is None
 
 
+@pytest.mark.slow
 def test_sweeps_of_two_occasions_are_compared_by_the_walk(tmp_path):
     walk = Truth("mooncake_both_hash_sync", 60.0, build_meta=2.0)
     sweeps = []

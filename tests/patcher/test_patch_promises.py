@@ -412,6 +412,7 @@ def earlier(request, tree):
     return tree, before
 
 
+@pytest.mark.slow
 def test_all_patches_are_seen_and_come_out_in_any_order(earlier):
     tree, before = earlier
     patched = {path: content for path, (_, content) in snapshot(tree.root).items()}

@@ -88,11 +88,13 @@ def reports_failed_pulls(sources: Sources) -> bool:
     return bool({"fail_pulls", "_handle_failed_recv"} & vars(worker).keys())
 
 
+@pytest.mark.slow
 @given(TRAFFIC)
 def test_with_either_side_unpatched_nothing_gets_worse(sources, events):
     check_all_mixes(sources, events)
 
 
+@pytest.mark.slow
 @given(TRAFFIC)
 def test_every_pull_ends_where_both_sides_are_patched(sources, events):
     if not reports_failed_pulls(sources):
@@ -199,6 +201,7 @@ def may_look(pair: Pair, look_at_s: float) -> bool:
     return is_due or look_at_s <= pair.clock.now_s < pair.p.next_send_expire_time
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("both", [False, True])
 def test_every_step_reports_what_upstream_reports(short_circuit, both):
     """On a simulated clock, so that sends expire to the instant."""

@@ -121,15 +121,16 @@ def test_all_vllm_patches_together_come_and_go_to_the_byte(release, left_out):
     ]
     before = python_files(release)
     patcher.apply(release, patches)
-    for patch in patches:
-        patcher.revert(release, [patch.name])
+    names = [patch.name for patch in patches]
+    for some in (names[::2], names[1::2]):
+        patcher.revert(release, some)
     assert python_files(release) == before
 
 
 def test_the_default_set_fits_by_the_code_whatever_the_version(release):
     patches = [ALL[name] for name in patcher.load_sets(PATCHES)["timing"]]
     expected = patcher.check(release, patches).changes
-    for version in ("0.19.0", "0.29.0", "0.34.0.dev1", "0.1.dev2", "dev"):
+    for version in ("0.29.0", "0.1.dev2", "dev"):
         (release.root / "_version.py").write_text(f"version = {version!r}\n")
         tree = Tree(release.root)
         assert tree.version == version

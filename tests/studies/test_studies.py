@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 
@@ -24,6 +25,14 @@ from studies.host_table import __main__ as host_table
 NAMES = sorted(file.parent.name for file in STUDIES.glob("*/__main__.py"))
 
 
+def ended(capsys, monkeypatch, name: str, *arguments: str) -> tuple[int, str, str]:
+    """Return exit code and output of `python -m studies.NAME` in this process."""
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_module(f"studies.{name}", run_name="__main__")
+    return exit_.value.code, *capsys.readouterr()
+
+
 def run(*arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", *arguments]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
@@ -31,21 +40,21 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_each_study_describes_itself_and_is_documented(name):
-    done = run(f"studies.{name}", "--help")
-    assert done.returncode == 0, done.stderr
-    assert f"usage: python -m studies.{name}" in done.stdout
+def test_each_study_describes_itself_and_is_documented(name, capsys, monkeypatch):
+    code, shown, errors = ended(capsys, monkeypatch, name, "--help")
+    assert code == 0, errors
+    assert f"usage: python -m studies.{name}" in shown
     page = (STUDIES / name / "README.md").read_text()
     assert f"python -m studies.{name}" in page
     assert f"[{name}]({name}/README.md)" in (STUDIES / "README.md").read_text()
 
 
 @pytest.mark.slow
-def test_a_missing_run_is_an_error_that_names_it(tmp_path):
+def test_a_missing_run_is_an_error_that_names_it(tmp_path, capsys, monkeypatch):
     runs = ["--sample", str(tmp_path), "--thousand", str(tmp_path)]
-    done = run("studies.reference_study", *runs)
-    assert done.returncode == 2
-    assert "give a finished run of" in done.stderr and "Traceback" not in done.stderr
+    code, _, errors = ended(capsys, monkeypatch, "reference_study", *runs)
+    assert code == 2
+    assert "give a finished run of" in errors
 
 
 @pytest.mark.slow
