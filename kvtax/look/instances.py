@@ -319,6 +319,8 @@ def _with_parts(steps: pl.DataFrame) -> pl.DataFrame:
     """Split the times of `steps` into parts that add up to `step_us`."""
     methods = method_columns(steps)
     parts = step_parts(methods)
+    # A worker's record may be longer than its step.
+    parts["other_us"] = parts["other_us"].clip(lower_bound=0)
     return steps.select(
         *("step_id", "t_ns", *ENGINE_COUNTS, *TIMES, "execute_model_us", "worker_t_ns"),
         (pl.col("t_ns") + (pl.col("step_us") * 1e3).cast(pl.Int64)).alias("end_ns"),

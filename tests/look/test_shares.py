@@ -13,10 +13,11 @@ import polars as pl
 import pytest
 from rich.console import Console
 
-from kvtax.look.discover import discover
+from kvtax.look.discover import common_clock, discover
 from kvtax.look.instance_summary import Cost, cost, felt, parts_of_requests
 from kvtax.look.instances import read_instances
 from kvtax.look.live import LiveTotals, Watched, view
+from kvtax.look.page import time_line
 from kvtax.look.requests import TIMED_PARTS, WAITS
 from kvtax.records.parts import LONGEST_LINE
 from tests.look.by_line import figures, records
@@ -234,6 +235,24 @@ def test_figures_are_those_of_a_sum_over_the_lines(tmp_path, workers, kept, is_a
         }
         assert means_us == pytest.approx(expected.methods_us, rel=1e-4)
         assert f"scheduler.{HANDSHAKE}" in computed.at_start_us
+
+
+def test_no_part_of_a_step_that_is_shorter_than_its_worker_s_record_is_negative(
+    tmp_path, capsys
+):
+    server = served(tmp_path / "records")
+    for worker in server.workers[::2]:
+        worker["execute_model_us"] *= 2
+    assert main([str(server.write())]) == 0
+    shown = capsys.readouterr().out
+    (other,) = (line for line in shown.splitlines() if line.startswith("  other "))
+    assert "-" not in other
+    ((instance,), _) = read_instances(server.folder)
+    line = time_line("a", instance, common_clock(discover(server.folder)[0]), 50, 50)
+    for parts in (line.parts, line.slowest_parts):
+        known_us = [us for of in parts.values() for us in of if us is not None]
+        assert len(known_us) > 100
+        assert min(known_us) >= 0
 
 
 def test_a_life_that_was_copied_counts_once(tmp_path, capsys):

@@ -94,7 +94,7 @@ def at(open_page, text: str, width: int) -> Page:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_no_page_scrolls_sideways_and_no_table_does_on_a_laptop(open_page, text, width):
+def test_no_page_and_no_table_scrolls_sideways(open_page, text, width):
     page = at(open_page, text, width)
     beyond = page.evaluate(
         "[...document.querySelectorAll('body *')].filter((one) => "
@@ -107,8 +107,7 @@ def test_no_page_scrolls_sideways_and_no_table_does_on_a_laptop(open_page, text,
         "one.scrollWidth > one.clientWidth).map((one) => "
         "[one.ariaLabel, one.scrollWidth - one.clientWidth])"
     )
-    if width >= 1_366:
-        assert wide == []
+    assert wide == []
     assert "`" not in page.evaluate("document.body.innerText")
 
 

@@ -85,24 +85,43 @@ function verdictOf(value) {
   return AT_MOST.test(value) ? "flat" : VERDICTS[value];
 }
 
-function cellOf(value, index) {
+function cellOf(value, index, column) {
   if (index === 0) return el("th", { scope: "row" }, ...breakable(cellText(value)));
+  const name = { "data-name": plain(column) };
   const verdict = verdictOf(value);
-  if (verdict) return el("td", {}, el("span", { class: `verdict ${verdict}` }, value));
-  if (typeof value !== "string") return el("td", {}, ...cellText(value));
-  return el("td", { class: value.length > 24 ? "text" : "short" },
-    ...breakable(cellText(value)));
+  if (verdict) return el("td", name, el("span", { class: `verdict ${verdict}` }, value));
+  if (typeof value !== "string") return el("td", name, ...cellText(value));
+  return el("td", { ...name, class: value.length > 24 ? "text" : "short" },
+    el("span", {}, ...breakable(cellText(value))));
 }
+
+/** Sets tables closer where there is no room for them, then breaks their words, then
+ * shows each row as a card. */
+const NARROWER = ["close", "broken", "cards"];
+const fitted = new WeakMap();
+const fit = new ResizeObserver((entries) => requestAnimationFrame(() => {
+  const changed = entries.map((one) => one.target)
+    .filter((one) => fitted.get(one) !== one.clientWidth);
+  changed.forEach((one) => {
+    fitted.set(one, one.clientWidth);
+    one.classList.remove(...NARROWER);
+  });
+  for (const way of NARROWER) {
+    const wide = changed.filter((one) => one.scrollWidth > one.clientWidth);
+    wide.forEach((one) => { one.classList.add(way); });
+  }
+}));
 
 /** A table that can be scrolled by keyboard where a screen is too narrow for it. */
 function tableOf(caption, columns, rows) {
   const head = el("tr", {}, ...columns.map((name) => el("th", { scope: "col" },
     ...breakable(marked(name)))));
-  const body = rows.map((row) => el("tr", {}, ...row.map(cellOf)));
+  const body = rows.map((row) => el("tr", {}, ...row.map((value, i) => cellOf(value, i, columns[i]))));
   const folded = body.slice(FOLDED_ROWS);
   const table = el("table", {}, el("thead", {}, head), el("tbody", {}, ...body));
   const shown = el("div", { class: "scroll", tabindex: "0", role: "region",
     "aria-label": caption }, table);
+  fit.observe(shown);
   if (folded.length < 3) return shown;
   folded.forEach((row) => { row.hidden = true; });
   const more = el("button", { type: "button", onclick: () => {
