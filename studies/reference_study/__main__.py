@@ -83,7 +83,7 @@ COLUMNS = {
     "here": "{row.found}",
     "here is": "{row.basis}",
     "verdict": "{row.verdict}",
-    "cause, or what else is not alike": "{row.note}",
+    "cause": "{row.note}",
 }
 
 
@@ -433,7 +433,20 @@ def _framework() -> Iterator[Row]:
 def figure(result: dict[str, Any]) -> str:
     """Return all tables: a result's, the populations and the forward."""
     sections = msgspec.convert(result["rows"], dict[str, list[Row]])
-    parts = {part: rows_table(rows, COLUMNS) for part, rows in sections.items()}
+    notes = dict.fromkeys(row.note for rows in sections.values() for row in rows)
+    causes = {note: str(number) for number, note in enumerate(filter(None, notes), 1)}
+    parts = {
+        part: rows_table(
+            [
+                msgspec.structs.replace(row, note=causes.get(row.note, ""))
+                for row in rows
+            ],
+            COLUMNS,
+        )
+        for part, rows in sections.items()
+    }
+    listed = [f"{number}. {note}" for note, number in causes.items()]
+    parts["Causes, and what else is not alike"] = "\n".join(listed)
     parts["Which population each figure is of"] = sample.population_table()
     parts["The forward"] = forward.forward_table(forward.rows())
     return "\n\n".join(f"### {part}\n\n{text}" for part, text in parts.items())
