@@ -18,6 +18,7 @@ from fleet.tests.experiment.small_experiment import (
     on_standins,
     smoke_of,
 )
+from kvtax.cli import Exit, main
 from kvtax.paths import REPOSITORY
 from kvtax.proc.supervise import descendants
 from tests.harness.standin.process import standin
@@ -105,19 +106,21 @@ def test_the_report_compares_or_says_why_not(killed_and_resumed):
     assert (out / "report.md").exists()
 
 
-def test_a_folder_with_another_experiment_is_left_alone(killed_and_resumed, tmp_path):
+def test_a_folder_with_another_experiment_is_left_alone(
+    killed_and_resumed, tmp_path, capsys, signals
+):
     config, out, *_ = killed_and_resumed
     before = contents(out)
-    refused = run(config, out)
-    assert refused.returncode == 2
-    assert "--resume" in refused.stderr
     other = tmp_path / "other.toml"
     other.write_text(config.read_text().replace("max_turns = 3", "max_turns = 2"))
-    refused = run(other, out)
-    assert refused.returncode == 2
-    refused = run(other, out, "--resume")
-    assert refused.returncode == 2
-    assert "cannot resume" in refused.stderr
+    for experiment, options, why in (
+        (config, [], "--resume"),
+        (other, [], "--resume"),
+        (other, ["--resume"], "cannot resume"),
+    ):
+        command = ["fleet", str(experiment), "--out", str(out), *options]
+        assert main(command) == Exit.BAD_INPUT
+        assert why in capsys.readouterr().err
     assert contents(out) == before
 
 
