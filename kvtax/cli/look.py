@@ -124,8 +124,9 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         window = Window(arguments.from_s, arguments.to_s)
         out = arguments.out or first / PAGE
-        for file in filter(None, (arguments.out, arguments.perfetto)):
-            actions.check_writable(file)
+        for option in ("out", "perfetto"):
+            if file := getattr(arguments, option):
+                actions.check_writable(file, f"--{option}")
         warnings = actions.show(first, out, arguments.perfetto, window)
         print(f"wrote {out}: all tables, and each moment")
     is_bad = any(warning.kind in actions.BAD_INPUT for warning in warnings)

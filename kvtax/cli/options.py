@@ -61,16 +61,16 @@ def fields_of(
     """
     import msgspec
 
-    described = {field.name: field for field, _, _ in _described(kind)}
+    described = {field.name: (field, text) for field, _, text in _described(kind)}
     given = {
         name: value for name, value in vars(arguments).items() if name in described
     }
     given |= others
     path = getattr(arguments, "settings", None)
     if path is None:
-        for name, field in described.items():
+        for name, (field, text) in described.items():
             if field.required and name not in given:
-                raise OptionsError(f"--{name.replace('_', '-')} is needed")
+                raise OptionsError(f"--{name.replace('_', '-')} is needed: {text}")
         return kind(**given)
     if given:
         option = next(iter(given)).replace("_", "-")

@@ -79,7 +79,7 @@ def show(
     return [*warnings, *all_warnings]
 
 
-def check_writable(file: Path) -> None:
+def check_writable(file: Path, option: str) -> None:
     """Try to write beside `file`, before the work. Raises RecordsError."""
     try:
         if not file.exists():
@@ -90,11 +90,11 @@ def check_writable(file: Path) -> None:
         if not os.access(file, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        raise _not_written(file, error) from None
+        raise _not_written(file, error, option) from None
 
 
-def _not_written(file: Path, error: OSError) -> RecordsError:
-    return RecordsError(f"{file}: {error.strerror}; name another file with --out")
+def _not_written(file: Path, error: OSError, option: str) -> RecordsError:
+    return RecordsError(f"{file}: {error.strerror}; name another file with {option}")
 
 
 def write_page(out: Path, page: str) -> None:
@@ -102,7 +102,7 @@ def write_page(out: Path, page: str) -> None:
     try:
         write_whole(out, page.encode())
     except OSError as error:
-        raise _not_written(out, error) from None
+        raise _not_written(out, error, "--out") from None
 
 
 def count(folder: Path, host: str, summary: Path) -> list[RunWarning]:

@@ -328,7 +328,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
     folder = served(tmp_path / "records").write()
     assert main([str(folder), option, str(tmp_path / "nowhere" / "file")]) == 2
     shown = capsys.readouterr()
-    assert "name another file" in shown.err
+    assert f"name another file with {option}" in shown.err
     assert "steps" not in shown.out
 
 
