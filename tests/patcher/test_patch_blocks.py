@@ -2,7 +2,7 @@
 """parse and render are exact inverses, and damaged text is refused."""
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvtax.patcher.blocks import (
@@ -132,7 +132,9 @@ def test_half_or_malformed_sentinels_are_refused_with_their_line():
             pytest.fail(what)
 
 
+# All of FOREIGN together are many examples.
 @pytest.mark.parametrize("foreign", FOREIGN)
+@settings(max_examples=settings().max_examples // 3)
 @given(patched(), st.data())
 def test_whatever_is_no_block_of_ours_is_text_of_others(foreign, case, data):
     lines, blocks = case

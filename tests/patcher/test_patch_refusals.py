@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from importlib.metadata import PathDistribution
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -315,8 +316,12 @@ def foreign_patch(text: bytes, foreign: tuple[str, str], anchor: bytes) -> bytes
     return b"\n".join(lines)
 
 
-@pytest.mark.parametrize("foreign", FOREIGN)
-@pytest.mark.parametrize("anchor", [b"tokens = 0", b"return tokens", b"import os"])
+ANCHORS = cycle([b"tokens = 0", b"return tokens", b"import os"])
+
+
+@pytest.mark.parametrize(
+    ("foreign", "anchor"), list(zip(FOREIGN, ANCHORS, strict=False))
+)
 def test_a_foreign_patch_survives_whatever_comes_and_goes(
     tree, patches, foreign, anchor
 ):
