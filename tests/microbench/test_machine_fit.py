@@ -139,7 +139,7 @@ def test_a_machine_that_can_measure_is_said_to(tmp_path):
 @pytest.mark.slow
 def test_all_reasons_are_said_at_once(tmp_path):
     path = path_with_gpus(tmp_path, "0, Tesla V100, 4096, 3000, 470.82.01, 7.0")
-    done = check("--profile", "gpu", PATH=path)
+    done = check("--profile", "gpu", "--only", "plain", PATH=path)
     assert done.returncode == 3
     reasons = done.stderr
     assert "profile gpu cannot be measured here" in reasons
