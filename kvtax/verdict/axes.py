@@ -134,6 +134,8 @@ EXPONENTS: dict[Shape, tuple[float, float]] = {
 }
 # Verdicts hold in so many of cells.
 LEVEL = 0.95
+# A hold was disturbed if the rest of its steps took so many times the level's median.
+DISTURBED = 1.1
 # All calls of the connector, in place of a method.
 ALL = "connector"
 # CPU time beside the engine's thread, in place of a method.
@@ -255,7 +257,7 @@ def steepest(cell: CellRecord, axis: str) -> str | None:
 
 
 def _holds(cell: CellRecord, axis: str, time: str, us: Floats, x: Floats) -> Holds:
-    """Take the holds of a cell, pass by pass.
+    """Take the holds of a cell in which nothing disturbed the machine, pass by pass.
 
     Of an older cell it is not known when within a pass a level was held.
     """
@@ -266,28 +268,33 @@ def _holds(cell: CellRecord, axis: str, time: str, us: Floats, x: Floats) -> Hol
     age_s: Floats = np.zeros(us.size)
     if of_axis is not None and AXES[axis].ages:
         age_s = np.array(of_axis.age_s, float).ravel()
+    # Of a step, the rest is a part.
+    rest = None if time == "step_us" else _rest_us(cell, axis)
+    kept = np.ones(us.size, bool)
+    if rest is not None:
+        kept = (rest <= DISTURBED * np.median(rest, axis=0)).ravel()
     return Holds(
-        server=np.zeros(us.size, np.int64),
-        level=np.tile(np.arange(levels), passes),
-        x=np.tile(x, passes),
-        time_s=time_s.astype(float),
-        age_s=age_s,
-        values=us.ravel(),
-        control=None if time == "step_us" else _rest_us(cell, axis),
+        server=np.zeros(us.size, np.int64)[kept],
+        level=np.tile(np.arange(levels), passes)[kept],
+        x=np.tile(x, passes)[kept],
+        time_s=time_s.astype(float)[kept],
+        age_s=age_s[kept],
+        values=us.ravel()[kept],
+        control=rest.ravel()[kept] if rest is not None and AXES[axis].alike else None,
     )
 
 
 def _rest_us(cell: CellRecord, axis: str) -> Floats | None:
-    """Return what steps take besides scheduler and connector.
+    """Return what steps take besides scheduler and connector, (passes, levels).
 
-    None if it was not measured, or is not the same at every level.
+    None if it was not measured.
     """
     times = {time: np.array(us) for time, us in cell.means_us[axis].items()}
-    if not AXES[axis].alike or not {"step_us", "scheduler_us"} <= times.keys():
+    if not {"step_us", "scheduler_us"} <= times.keys():
         return None
     in_worker = [us for time, us in times.items() if time.startswith("worker.")]
-    rest = times["step_us"] - times["scheduler_us"] - sum(in_worker)
-    return rest.ravel() if (rest > 0).all() else None
+    rest: Floats = times["step_us"] - times["scheduler_us"] - sum(in_worker)
+    return rest if (rest > 0).all() else None
 
 
 def _slope(found: Fit) -> Estimate:

@@ -138,6 +138,22 @@ def test_a_machine_of_two_speeds_is_told_from_growth_by_the_rest_of_the_step():
     assert growth(cell, "cache", "step_us").slope.high > 10
 
 
+def test_holds_in_which_the_rest_of_the_step_was_slow_tilt_no_slope():
+    cell, rng = (
+        made(noise=0.01, running=curve("running", 1, 1_280.0)),
+        np.random.default_rng(5),
+    )
+    of_axis = cell.means_us["running"]
+    slow = np.where(rng.random((9, 5)) < 0.3, rng.uniform(1.5, 5.0, (9, 5)), 1.0)
+    of_axis[META] = (slow * np.array(of_axis[META])).tolist()
+    wide = growth(cell, "running", META).slope
+    rest = slow * np.linspace(300, 900, 5)
+    of_axis["scheduler_us"], of_axis["step_us"] = rest.tolist(), (2 * rest).tolist()
+    low, high = growth(cell, "running", META).slope.ci95
+    assert low < 5 < high
+    assert high - low < (wide.high - wide.low) / 5
+
+
 def test_the_rest_of_the_step_is_no_control_where_it_grows_by_itself():
     cell = made(running=curve("running", 1, 300.0))
     without = growth(cell, "running", META)
