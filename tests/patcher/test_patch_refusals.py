@@ -28,6 +28,7 @@ from kvtax.patcher import (
     load_patch,
     locate,
     revert,
+    settle,
     status,
 )
 from tests.patcher.patchlab import (
@@ -35,6 +36,7 @@ from tests.patcher.patchlab import (
     FOREIGN,
     block,
     in_child,
+    killed_at,
     make_patch,
     make_tree,
     snapshot,
@@ -675,6 +677,12 @@ def test_an_uninstall_removes_what_patches_added(tree, patches, eol):
     assert record.read_bytes() == whole
     revert(tree, patches)
     assert snapshot(site) == before
+    for number in range(5, 60, 9):
+        killed_at(number, lambda: apply(tree, patches.values()))
+        settle(tree)
+        assert listed() == there()
+        revert(tree, patches)
+        assert snapshot(site) == before
 
 
 def test_what_an_uninstall_leaves_of_ours_can_be_taken_out(tree, patches, monkeypatch):

@@ -16,10 +16,11 @@ import functools
 import queue
 import selectors
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import chain
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -35,6 +36,7 @@ from tests.releases import package_of
 CONNECTOR = "distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py"
 # Seconds of VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT, and of one transfer of bytes.
 TIMEOUT_S, TRANSFER_S = 480, 0.01
+MOST_PHRASES = 25  # of one example
 PROTOCOL = (
     "MooncakeXferMetadata",
     "MooncakeXferResponseStatus",
@@ -135,14 +137,21 @@ class Socket:
         self.setsockopt = MagicMock()
 
     async def send(self, message: bytes) -> None:
+        wanted = msgspec.msgpack.decode(
+            message, type=self._pair.p_types.MooncakeXferMetadata
+        )
+        self._requests = wanted.req_blocks.keys()
         self._pair.sockets[str(id(self)).encode()] = self._answers
         await self._pair.p.sender_worker_queue.put((str(id(self)).encode(), message))
 
     async def recv(self) -> bytes:
         try:
-            return await asyncio.wait_for(self._answers.get(), TIMEOUT_S + 60)
+            answer = await asyncio.wait_for(self._answers.get(), TIMEOUT_S + 60)
         except TimeoutError:
             raise Again from None
+        if self._pair.is_last(answer):
+            self._pair.answered |= self._requests
+        return answer
 
 
 class Pair:
@@ -173,8 +182,10 @@ class Pair:
         self.transfers_fail = False
         # Per request of P: how often its end was reported.
         self.ended_sends: dict[str, int] = defaultdict(int)
-        # Requests of D whose end was reported, received or not.
-        self.ended_pulls: set[str] = set()
+        # Per request of D, received or not: how often its end was reported.
+        self.ended_pulls: Counter[str] = Counter()
+        # Requests of D whose message has got its last answer.
+        self.answered: set[str] = set()
         # What the last step has reported, of P and of D.
         self.reports: list[tuple] = []
         self._pulls: list[asyncio.Task] = []
@@ -216,8 +227,10 @@ class Pair:
         worker.sender_worker_queue = asyncio.Queue()
         worker._sender_executor = worker._send_blocks = None
         socket = SimpleNamespace(send_multipart=self._answer)
+        # No pull waits for another.
         self._senders = [
-            self.loop.create_task(worker._sender_worker(socket)) for _ in range(20)
+            self.loop.create_task(worker._sender_worker(socket))
+            for _ in range(MOST_PHRASES)
         ]
 
     def _prepare_decoder(self, worker: Any, types: ModuleType) -> None:
@@ -247,11 +260,18 @@ class Pair:
     def _connect(self, *_: Any, **__: Any):
         yield Socket(self)
 
+    def _read(self, answer: bytes) -> Any:
+        return msgspec.msgpack.decode(answer, type=self.p_types.MooncakeXferResponse)
+
+    def is_last(self, answer: bytes) -> bool:
+        """Whether no more can follow. 0.18.1's does after one of failures alone."""
+        response = self._read(answer)
+        if response.status == self.p_types.MooncakeXferResponseStatus.CONTINUE:
+            return False
+        return response.ok_reqs is not None or not response.err_reqs
+
     async def _answer(self, parts: tuple[bytes, bytes]) -> None:
-        response = msgspec.msgpack.decode(
-            parts[1], type=self.p_types.MooncakeXferResponse
-        )
-        self.answers.append(response)
+        self.answers.append(self._read(parts[1]))
         self.sockets[parts[0]].put_nowait(parts[1])
 
     async def _build_transfer(self, ready: list, meta: Any, *_: Any) -> tuple:
@@ -299,7 +319,7 @@ class Pair:
         self.reports = [self.p.get_finished(), self.d.get_finished()]
         for request in self.reports[0][0] or ():
             self.ended_sends[request] += 1
-        self.ended_pulls |= self.reports[1][1] or set()
+        self.ended_pulls.update(self.reports[1][1] or ())
 
     def _wait_for(self, coroutine, loop) -> SimpleNamespace:
         self.waits += 1
@@ -351,11 +371,14 @@ def flat(blocks: Iterable) -> list[int]:
 IDS = st.sampled_from(["t", "u"])
 COUNTS = st.integers(1, 3)
 NUMBERS = st.integers(0, 3)
-EVENTS = st.one_of(
+CHANGES = st.one_of(
     st.tuples(st.just("schedule"), IDS),
     st.tuples(st.just("finish"), NUMBERS, COUNTS),
     st.tuples(st.just("abort"), NUMBERS),
     st.tuples(st.just("abort_unscheduled"), IDS),
+)
+EVENTS = st.one_of(
+    CHANGES,
     st.tuples(st.just("step")),
     # A pull of no blocks is that of an aborted request.
     st.tuples(st.just("pull"), st.lists(st.tuples(IDS, st.integers(0, 3)), min_size=1)),
@@ -364,8 +387,13 @@ EVENTS = st.one_of(
         st.just("wait"), st.sampled_from([0.001, 0.02, 1, TIMEOUT_S, TIMEOUT_S + 1])
     ),
 )
-
-TRAFFIC = st.lists(EVENTS, max_size=30).map(lambda events: [*events, ("end",)])
+# Most changes reach P's worker alone, as most steps change one request.
+PHRASES = st.one_of(
+    CHANGES.map(lambda change: [change, ("step",)]), EVENTS.map(lambda event: [event])
+)
+TRAFFIC = st.lists(PHRASES, min_size=8, max_size=MOST_PHRASES).map(
+    lambda phrases: [*chain.from_iterable(phrases), ("end",)]
+)
 
 
 class Traffic:
@@ -373,10 +401,13 @@ class Traffic:
 
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
-        # Per request of D, the blocks it pulls.
+        # Per request of D, the blocks it pulls, and of whom.
         self.pulls: dict[str, list[int]] = {}
-        # Requests of P whose blocks are kept until P's worker reports an end, and ids.
-        self.kept: dict[str, str] = {}
+        self._ids: dict[str, str] = {}
+        # Requests of P whose blocks are kept until P's worker reports an end.
+        self.kept: set[str] = set()
+        # Those of them that were being sent when another with their id was ready.
+        self.overtaken: set[str] = set()
         self._scheduled: dict[str, str] = {}
         self._requests = 0
         self._clear()
@@ -408,7 +439,7 @@ class Traffic:
     def finish(self, number: int, count: int) -> None:
         if taken := self._take(number):
             self._to_send[taken[0]] = taken[1], self.pair.blocks(count)
-            self.kept[taken[0]] = taken[1]
+            self.kept.add(taken[0])
 
     def abort(self, number: int) -> None:
         if taken := self._take(number):
@@ -420,6 +451,10 @@ class Traffic:
     def step(self) -> None:
         to_send, aborted = self._to_send, self._aborted
         self._clear()
+        sends = [
+            self.pair.p.reqs_need_send.get(id) for id, new in to_send.values() if new
+        ]
+        self.overtaken |= {send.p_req_id for send in sends if send and send.sending}
         self.pair.step(to_send, aborted)
 
     def pull(self, wanted: list[tuple[str, int]]) -> None:
@@ -431,6 +466,7 @@ class Traffic:
         self.pulls |= {
             request: flat(blocks) for request, (_, blocks) in requests.items()
         }
+        self._ids |= {request: id for request, (id, _) in requests.items()}
         self.pair.pull(requests)
 
     def transfers_fail(self, fail: bool) -> None:
@@ -448,10 +484,9 @@ class Traffic:
             self.step()
             self.wait(TIMEOUT_S + 61)
 
-    def kept_once(self) -> set[str]:
-        """Kept requests whose id no other has: upstream forgets the first of two."""
-        ids = list(self.kept.values())
-        return {request for request, id in self.kept.items() if ids.count(id) == 1}
+    def pulls_of_aborted(self) -> set[str]:
+        """Pulls of requests that P's worker is to learn are aborted."""
+        return {r for r in self.wanted() if self._ids[r] in self._aborted}
 
     # What D's scheduler makes of it. A pull of no blocks has no request.
 
@@ -459,10 +494,15 @@ class Traffic:
         invalid = self.pair.invalid_blocks()
         return {r for r, blocks in self.pulls.items() if not invalid.isdisjoint(blocks)}
 
+    def wanted(self) -> set[str]:
+        return {request for request, blocks in self.pulls.items() if blocks}
+
+    def finished(self) -> set[str]:
+        """Requests whose end D's worker reports, received or not."""
+        return self.pair.ended_pulls.keys() | self.pair.d.finished_recving_reqs
+
     def taken_as_received(self) -> set[str]:
-        finished = self.pair.ended_pulls | self.pair.d.finished_recving_reqs
-        finished -= self.failed()
-        return {request for request in finished if self.pulls[request]}
+        return self.finished() & self.wanted() - self.failed()
 
     def ended(self) -> set[str]:
         return self.taken_as_received() | self.failed()
