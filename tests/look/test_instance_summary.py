@@ -440,7 +440,8 @@ def test_parts_are_those_of_a_sum_over_the_lines(folder: Path) -> None:
         scheduler = max(step["schedule_us"] + step["update_us"] - inside, 0)
         model = max(worker["execute_model_us"] - beside, 0)
         parts = model, scheduler, inside + beside
-        rows.append((*parts, step["step_us"] - sum(parts)))
+        # A worker's record may be longer than its step.
+        rows.append((*parts, max(step["step_us"] - sum(parts), 0)))
     ((instance,), warnings) = read_instances(folder)
     assert warnings == instance.warnings == []
     told = cost(instance)
