@@ -35,7 +35,6 @@ BENCHMARKS = (
     Benchmark("axes_gate", 40, "broken connectors caught by the gate along axes"),
     Benchmark("stressor", 25, "a command beside a noisy neighbour"),
     Benchmark("proxy", 17, "the proxy's addition to TTFT, and its throughput"),
-    Benchmark("traces", 3, "reading and sampling traces of 2 million requests"),
     Benchmark("direct_read_cost", 7, "being read by peers: cost per engine step"),
     Benchmark("direct_read_transfer", 3, "direct reads beside bare transfers"),
     Benchmark("direct_read_storm", 10, "direct reads under churn: wrong tokens"),

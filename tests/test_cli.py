@@ -124,24 +124,26 @@ def shell(command: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def synth(tmp_path) -> str:
+def anonymise(tmp_path) -> str:
     """The command that makes a small trace."""
-    return f"kvtax trace synth --sessions 2 --out {tmp_path}/trace"
+    line = '{"timestamp": 1, "prompt": [1], "usage": {"output_tokens": 2}}'
+    (tmp_path / "log").write_text(line)
+    return f"kvtax trace anonymise {tmp_path}/log {tmp_path}/trace"
 
 
 def test_a_command_whose_stdout_is_closed_works_and_writes_into_no_file(
-    synth, tmp_path
+    anonymise, tmp_path
 ):
-    made = shell(f"{synth} >&- <&-")
+    made = shell(f"{anonymise} >&- <&-")
     assert (made.returncode, made.stderr) == (Exit.GOOD, "")
     first, *_ = (tmp_path / "trace").read_text().splitlines()
     assert first.startswith("{")
 
 
-@pytest.mark.parametrize("command", ["kvtax --help", "{synth}"])
-def test_output_that_cannot_be_written_is_one_line_of_error(command, synth):
+@pytest.mark.parametrize("command", ["kvtax --help", "{anonymise}"])
+def test_output_that_cannot_be_written_is_one_line_of_error(command, anonymise):
     buffered = {"PYTHONUNBUFFERED": ""}
-    ended = shell(f"{command.format(synth=synth)} > /dev/full", **buffered)
+    ended = shell(f"{command.format(anonymise=anonymise)} > /dev/full", **buffered)
     assert ended.returncode == Exit.BAD_INPUT
     assert ended.stderr == (
         "kvtax: [Errno 28] No space left on device: 'standard output'\n"
@@ -149,8 +151,8 @@ def test_output_that_cannot_be_written_is_one_line_of_error(command, synth):
 
 
 @pytest.mark.slow
-def test_a_sign_that_the_terminal_lacks_is_no_error(synth, tmp_path):
-    assert shell(synth).returncode == Exit.GOOD
+def test_a_sign_that_the_terminal_lacks_is_no_error(anonymise, tmp_path):
+    assert shell(anonymise).returncode == Exit.GOOD
     described = shell(
         f"cd {tmp_path}; mv trace µ; kvtax trace stats µ",
         PYTHONIOENCODING="ascii",

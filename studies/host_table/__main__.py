@@ -16,13 +16,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from kvtax_fleet.records.host_times import (
-    HostCell,
-    HostPoint,
-    HostTable,
-    StepTime,
-    StepTimes,
-)
+from kvtax_fleet.records.host_times import StepTime, StepTimes
 from kvtax_fleet.simulate.measure_host import (
     BLOCK_TOKENS,
     HELD_TOKENS,
@@ -45,6 +39,61 @@ HELD_BATCH = 8
 RELEASE = "0.18.1"
 CONNECTORS = ("plain", "mooncake_both", "mooncake_both_hash_sync")
 RUNNING = (1, 8, 32)
+
+
+class HostPoint(msgspec.Struct, frozen=True):
+    """Times of a step in which all requests decode. The forward is empty."""
+
+    running: int
+    """Requests that decode."""
+    context_tokens: int
+    """Tokens of each before the step."""
+    cached_blocks: int
+    """Cached block hashes, |cache|, of 16 tokens each."""
+    scheduler_us: Estimate
+    """`schedule()` and `update_from_output()`, with the connector's scheduler side."""
+    connector_us: Estimate
+    """All calls of the connector, on both sides."""
+    host_us: Estimate
+    """`schedule()`, `update_from_output()` and all calls of the connector."""
+    step_us: Estimate
+    """The whole step: the above, and a worker that prepares an empty forward."""
+
+
+class HostCell(msgspec.Struct, frozen=True):
+    """One connector on one release of vLLM, as the observatory measured it."""
+
+    release: str
+    """Of vLLM."""
+    connector: str
+    """A config in `configs/connectors/`; `plain` has none."""
+    machine: str
+    """Cores, processor and kernel."""
+    command: str
+    """The command that measured the cell."""
+    commit: str
+    """The checkout that it was run in."""
+    date_utc: str
+    """When."""
+    points: list[HostPoint]
+    """At each level of running requests, of context and of cached blocks. One of the
+    three moves at a time."""
+    steps: StepTimes
+    """The lines through the points, as runs in virtual time take them."""
+
+
+class HostTable(
+    msgspec.Struct, frozen=True, tag_field="schema", tag="kvtax.host_table/1"
+):
+    """vLLM's host part of a step, by release and connector.
+
+    An estimate is a median over the passes, with the interval of a sign test.
+    """
+
+    json_schema: dict[str, Any]
+    """The JSON Schema of this file."""
+    cells: list[HostCell]
+    """By release and connector."""
 
 
 def host_table(folder: Path = CELLS) -> HostTable:

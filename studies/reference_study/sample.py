@@ -15,13 +15,13 @@ from kvtax_fleet.policies.decision import (
     HUGE_ABOVE_TOKENS,
     WARM_BELOW_TOKENS,
 )
-from kvtax_fleet.trace import Request
+from kvtax_fleet.trace import Request, write_trace
 from kvtax_fleet.trace.stats import describe
-from kvtax_fleet.trace.study_sample import StudySample, sampled_requests
 
 from kvtax.report.markdown import table
 from studies.harness import main
 from studies.reference_study import reference
+from studies.reference_study.population import sampled_requests
 
 SAMPLE = "population: sample of 1,000"
 FIRST = "population: its first 200"
@@ -33,11 +33,17 @@ INSTANCES = 8
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add no option: the twin has none."""
+    """Add --out, the trace to write."""
+    parser.add_argument("--out", metavar="TRACE", help="also write the twin's requests")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print each figure of the study's populations, and the twin's."""
+    if arguments.out:
+        requests = sampled_requests()
+        source = {"made_by": "python -m studies.reference_study.sample"}
+        header = {"requests": len(requests), "source": source}
+        write_trace(arguments.out, header, requests)
     print(population_table())
     return 0
 
@@ -164,10 +170,7 @@ def _imbalance(requests: list[Request]) -> float:
 
 def population_table() -> str:
     """Format each figure with its population, and the twin's where it is fitted."""
-    twin = {
-        (row.population, row.name): row
-        for row in figures(sampled_requests(StudySample()))
-    }
+    twin = {(row.population, row.name): row for row in figures(sampled_requests())}
     lines = []
     for population in POPULATIONS:
         for row in reference.rows(population):

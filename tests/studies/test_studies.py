@@ -10,7 +10,6 @@ import sys
 
 import jsonschema
 import pytest
-from kvtax_fleet.records.host_times import HostTable
 
 from kvtax.engine.null_model import NOOP
 from kvtax.paths import REPOSITORY
@@ -173,7 +172,7 @@ def test_a_point_of_the_host_table_is_what_was_running_and_how_long_it_took(tmp_
 def test_the_table_of_the_committed_cells_follows_its_own_schema(tmp_path):
     made = host_table.host_table()
     host_table.write_table(tmp_path / "t.json", made)
-    assert read_document(tmp_path / "t.json", HostTable) == made
+    assert read_document(tmp_path / "t.json", host_table.HostTable) == made
     document = json.loads((tmp_path / "t.json").read_text())
     jsonschema.validate(document, document["json_schema"])
     del document["cells"][0]["points"][0]["host_us"]["value"]

@@ -34,9 +34,4 @@ FORMATS = (
         "Times of a host per step and per request, for virtual time.",
         (host_times.HostTimes,),
     ),
-    Format(
-        "host_table.json",
-        "The host's part of a step by release and connector, for any simulator.",
-        (host_times.HostTable,),
-    ),
 )

@@ -213,7 +213,7 @@ def test_a_rule_that_no_session_is_long_enough_for_was_not_tried() -> None:
     policies = migrations(requests(rows), AB, link)
     chances = {rule.every_turns: rule.chances for rule in policies}
     assert chances == {None: 0, 10: 0, 5: 2, 2: 6}
-    table = migration_table(Migration("x", "m", 1, 1.0, policies))
+    (table,) = migration_table(Migration("x", "m", 1, 1.0, policies))
     assert "Not tried: every 10 turns" in table.note
     assert [row[0] for row in table.rows] == ["never", "every 5 turns", "every 2 turns"]
 

@@ -97,16 +97,7 @@ def test_equal_arms_do_not_differ(document: dict[str, Any], text: str) -> None:
     for levels in pair["percent"].values():
         low, high = levels["p50"]["ci95"]
         assert low <= 0 <= high
-    assert "`linear_aa` is `linear` run again" in text
-
-
-def test_the_answer_comes_first(text: str) -> None:
-    answers = text.split("## Outcomes")[0]
-    for quantile in ("p50", "p90"):
-        line = f"- `slow` against `linear`, {quantile}: **higher**: TTFT +"
-        assert line in answers
-    # Arms without a difference are counted, not listed.
-    assert "`lmetric` against" not in answers or "no significant difference" in answers
+    assert "| `linear_aa` (A/A) | `linear` |" in text
 
 
 def test_arms_are_ranked_by_mean_e2e_against_the_best(
@@ -131,7 +122,7 @@ def test_arms_are_ranked_by_mean_e2e_against_the_best(
     head, *_ = re.findall(r"^\| (.+) \|$", table, re.M)
     assert head.split(" | ")[:2] == ["arm", "verdict"]
     assert text.index("## Ranking") < text.index("figures/ranking.png")
-    assert text.index("figures/ranking.png") < text.index("## What differs")
+    assert text.index("figures/ranking.png") < text.index("## Outcomes")
 
 
 def test_a_ranking_equals_plain_means_over_the_same_requests(tmp_path: Path) -> None:
@@ -158,7 +149,6 @@ def test_in_virtual_time_an_arm_that_repeats_another_is_not_shown(
     assert "linear_aa" in real and "linear_aa" not in text
     assert "each an order of the sessions" in text
     assert "reach" not in text and "+0.0 to" not in text
-    assert "linear_aa" not in analysis.without_twins().requests["arm"]
 
 
 def test_what_is_said_is_about_the_whole_interval() -> None:
@@ -231,12 +221,6 @@ def test_a_connector_that_only_the_run_knows_has_its_place(tmp_path: Path) -> No
     layers = [step["layer"] for step in analysis.document["substrate"][0]["steps"]]
     assert layers == ["my connector", "plain"]
     assert "| my connector | plain |" in text
-
-
-def test_the_page_draws_what_the_tables_do_not(out: Path, text: str) -> None:
-    page = (out / "report.html").read_text()
-    for title in ("TPOT against the prefill under way", "Sessions living at each"):
-        assert title in page and title not in text
 
 
 def test_a_sound_run_has_no_warnings(document: dict[str, Any], text: str) -> None:

@@ -1,76 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real time beside virtual time, rooflines, and comparisons that are refused."""
+"""Rooflines, and comparisons that are refused."""
 
 from __future__ import annotations
 
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fleet.tests.analyze.analyze_runs import Truth, analysed, write_run
 from kvtax.cli import Exit, main
-from kvtax.records.estimate import Estimate
-from kvtax.records.files import read_document
 
-from kvtax_fleet.analyze.analysis import FleetAnalysis
 from kvtax_fleet.analyze.arm_runs import read_run
 from kvtax_fleet.analyze.fleet_warnings import REMEDIES
-from kvtax_fleet.analyze.real_vs_simulated import real_vs_simulated
 from kvtax_fleet.analyze.refusals import found_warm, refusals
 from kvtax_fleet.analyze.roofline import (
     Gpu,
     HardwareError,
     Model,
-    decode_ms,
-    prefill_ms,
-    read_gpu,
+    forward_parts_us,
 )
 
-
-@pytest.fixture(scope="module")
-def real_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with a run's analysis.json."""
-    truths = [Truth("linear"), Truth("slow", slower=1.2)]
-    folder = write_run(tmp_path_factory.mktemp("run"), truths)
-    assert main(["fleet", "analyze", str(folder)]) == 0
-    return folder
-
-
-def test_an_arm_s_row_has_real_levels_and_virtual_differences(real_run: Path) -> None:
-    real = read_document(real_run / "analysis.json", FleetAnalysis).arms
-    arm, virtual = next(iter(deepcopy(real).items()))
-    for repeat in virtual.repeats:
-        repeat.apc.overall.apc_usage += 0.012
-    latency = virtual.latency["all"]["all"].ttft_ms
-    level_ms = latency["p50"].value
-    latency["p50"] = Estimate(0.95 * level_ms)
-    latency["p90"] = None
-    (*_, row) = real_vs_simulated(real, {arm: virtual}).splitlines()
-    assert row.startswith(f"| `{arm}` | ")
-    assert f"| +1.2 | {level_ms:,.1f} -5.0 % | \N{EN DASH} |" in row
-
-
-def test_a_run_beside_itself_differs_in_nothing(real_run: Path, capsys) -> None:
-    assert main(["fleet", "real-vs-virtual", str(real_run), str(real_run)]) == 0
-    rows = capsys.readouterr().out.splitlines()[2:]
-    assert len(rows) == 2
-    assert all(row.count(" +0.0 ") == 7 for row in rows)
-
-
-@pytest.mark.parametrize("content", [None, b"{"])
-def test_an_analysis_that_cannot_be_read_is_named(
-    content: bytes | None, real_run: Path, tmp_path: Path, capsys
-) -> None:
-    if content is not None:
-        (tmp_path / "analysis.json").write_bytes(content)
-    command = ["fleet", "real-vs-virtual", str(real_run), str(tmp_path)]
-    assert main(command) == Exit.BAD_INPUT
-    assert str(tmp_path / "analysis.json") in capsys.readouterr().err
-
-
 QWEN = Model.read("qwen3-coder-30b-a3b")
-H20 = read_gpu("h20")
 DENSE = {
     "num_hidden_layers": 2,
     "hidden_size": 8,
@@ -99,17 +49,14 @@ def test_a_dense_model_by_hand() -> None:
     assert model.kv_bytes_per_token == 2 * 2 * 1 * 4 * 2
 
 
-def test_time_by_hand_on_both_sides_of_the_roof() -> None:
-    model = Model.of(DENSE)
-    slow_maths = Gpu("x", peak_tflops=1e-12, bandwidth_tb_s=1, memory_gb=1, source="")
-    ms, bound = prefill_ms(model, slow_maths, new=3)
-    # Pairs of a query and a key: 1 + 2 + 3, each 4 x layers x heads x head size.
-    flop = 2 * model.shared * 3 + 2 * 80 + 4 * 2 * 2 * 4 * 6
-    assert (ms, bound) == (pytest.approx(flop * 1e3), "compute")
-    slow_memory = Gpu("y", peak_tflops=1, bandwidth_tb_s=1e-12, memory_gb=1, source="")
-    ms, bound = decode_ms(model, slow_memory, batch=5, context=7)
-    nbytes = model.weight_bytes(5) + 5 * 8 * model.kv_bytes_per_token
-    assert (ms, bound) == (pytest.approx(nbytes * 1e3), "memory")
+def test_the_parts_of_a_forward_by_hand() -> None:
+    model, gpu = Model.of(DENSE), Gpu("x", 1, 2, "")
+    weights, token, pair, context = forward_parts_us(model, gpu, batch=8).values()
+    assert weights == pytest.approx(model.weight_bytes(8) / 2e6)
+    assert token == pytest.approx(2 * model.shared / 1e6)
+    # Each pair of a query and a key: 4 x layers x heads x head size.
+    assert pair == pytest.approx(4 * 2 * 2 * 4 / 1e6)
+    assert context == pytest.approx(model.kv_bytes_per_token / 2e6)
 
 
 def test_experts_read_grow_with_the_batch_up_to_all() -> None:
@@ -119,12 +66,6 @@ def test_experts_read_grow_with_the_batch_up_to_all() -> None:
     assert read[0] == pytest.approx(2 * one)
     every = QWEN.shared + QWEN.experts * QWEN.expert + QWEN.head
     assert read[-1] == pytest.approx(2 * every)
-
-
-def test_cached_tokens_never_make_a_prompt_slower() -> None:
-    for cached in (0, 10_000, 30_000):
-        ms, _ = prefill_ms(QWEN, H20, 32_000 - cached, cached)
-        assert ms <= prefill_ms(QWEN, H20, 32_000)[0]
 
 
 def test_the_roofline_is_printed_and_unknown_names_are_refused(

@@ -6,13 +6,12 @@ from __future__ import annotations
 from collections import defaultdict
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvtax_fleet.experiment.config import Workload
-from kvtax_fleet.experiment.experiment_plan import source as experiment_source
 from kvtax_fleet.experiment.workload import make_workload
 from kvtax_fleet.trace import Request, TraceError, read_trace, write_trace
-from kvtax_fleet.trace.study_sample import StudySample
 
 
 def source(folder: Path, sessions: int, turns: int) -> Path:
@@ -38,7 +37,8 @@ def source(folder: Path, sessions: int, turns: int) -> Path:
 
 def load(folder: Path, workload: Workload, closed_loop: bool = True, seed: int = 0):
     path = source(folder, sessions=6, turns=4)
-    facts = make_workload(workload, path, folder / "out.jsonl", closed_loop, seed)
+    workload = msgspec.structs.replace(workload, trace=str(path))
+    facts = make_workload(workload, folder / "out.jsonl", closed_loop, seed)
     return facts, list(read_trace(folder / "out.jsonl"))
 
 
@@ -83,20 +83,12 @@ def test_a_closed_loop_has_everyone_at_the_gate_and_an_open_one_keeps_arrivals(
     )
 
 
+def test_the_first_requests_are_a_beginning_of_the_trace(tmp_path):
+    facts, requests = load(tmp_path, Workload("t", requests=7), closed_loop=False)
+    assert requests == list(read_trace(tmp_path / "source.jsonl"))[:7]
+    assert facts.requests == 7
+
+
 def test_more_sessions_than_there_are_are_refused(tmp_path):
     with pytest.raises(TraceError, match=r"6 sessions where .* 7"):
         load(tmp_path, Workload("t", sessions=7))
-
-
-@pytest.mark.parametrize("given", [{}, {"trace": "t", "study_sample": StudySample()}])
-def test_a_load_is_either_a_file_s_or_made_up(given: dict) -> None:
-    with pytest.raises(ValueError, match="give one of"):
-        Workload(**given)
-
-
-def test_a_made_up_load_has_as_many_requests_as_it_says(tmp_path: Path) -> None:
-    workload = Workload(study_sample=StudySample(requests=500), max_think_s=0)
-    made = experiment_source(workload, tmp_path)
-    facts = make_workload(workload, made, tmp_path / "out.jsonl.gz", True, 0)
-    assert facts.requests == 500
-    assert facts.sessions > 100

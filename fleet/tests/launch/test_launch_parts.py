@@ -18,7 +18,6 @@ from kvtax.cli import Exit, main
 from kvtax.config import ConfigError
 from kvtax.engine import preflight
 from kvtax.engine.connector import load_connector
-from kvtax.engine.installation import Installation
 from kvtax.engine.null_model import Forward
 from kvtax.engine.preflight import PreflightError
 from kvtax.engine.server import ServerSpec
@@ -239,37 +238,6 @@ def test_the_number_of_blocks_is_left_to_vllm_where_none_is_given(tmp_path):
     free = dataclasses.replace(spec("plain", ["both"]), settings=changed)
     (server,) = told(free, tmp_path)
     assert "--num-gpu-blocks-override" not in server.argv
-
-
-def test_a_dry_run_says_what_each_instance_would_be_told_and_starts_nothing(
-    six_gpus, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(preflight, "_available_gib", lambda: 64.0)
-    monkeypatch.setattr(Installation, "has_vllm", lambda *_: True)
-    profile = CONFIGS / "profiles" / "gpu-30b-a3b.toml"
-    command = ["fleet", "launch", "--dry-run", "--profile", str(profile)]
-    assert main([*command, "--instances", "6"]) == Exit.GOOD
-    said = capsys.readouterr().out
-    for index in range(6):
-        assert f"i{index}  both  GPU {index}\n" in said
-    assert said.count("vllm.entrypoints.openai.api_server") == 6
-    assert main([*command, "--instances", "7"]) == Exit.NOT_MEASURED
-    assert "7 server(s) need a GPU each, and 6" in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bin"]
-
-
-def test_a_dry_run_shows_no_passwords(six_gpus, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(preflight, "_available_gib", lambda: 64.0)
-    monkeypatch.setattr(Installation, "has_vllm", lambda *_: True)
-    text = (CONFIGS / "profiles" / "gpu-30b-a3b.toml").read_text()
-    profile = tmp_path / "profile.toml"
-    key = 'server_args = ["--api-key", "sesame", '
-    profile.write_text(text.replace("server_args = [", key))
-    command = ["fleet", "launch", "--dry-run", "--profile", str(profile)]
-    assert main(command) == Exit.GOOD
-    said = capsys.readouterr().out
-    assert "--api-key" in said and "sesame" not in said
 
 
 @given(st.floats(0.1, 10))

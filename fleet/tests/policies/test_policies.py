@@ -4,8 +4,6 @@ moves into no room."""
 
 from __future__ import annotations
 
-from collections import Counter
-
 import msgspec
 import pytest
 from hypothesis import given
@@ -260,35 +258,6 @@ def test_unified_keeps_to_a_long_prefix_and_else_goes_by_prefill_times_requests(
     decision = decide("unified", [busy, idle, less])
     assert decision.scores == {"busy": 2 * 1007, "idle": 0, "loaded": 9 * 500}
     assert decision.instance == "idle"
-
-
-@given(session=st.text(), count=st.integers(2, 9), gone=st.integers(0, 8))
-def test_session_hash_moves_only_the_sessions_of_the_instance_that_goes(
-    session, count, gone
-):
-    every = [candidate(f"i{n}") for n in range(count)]
-    left = [one for n, one in enumerate(every) if n != gone % count]
-
-    def chosen(candidates: list[Candidate]) -> str:
-        snapshot = Snapshot(candidates, None, 0, 0)
-        return decided("session_hash", RequestInfo(session, 1000), snapshot).instance
-
-    if chosen(every) in [one.name for one in left]:
-        assert chosen(left) == chosen(every)
-
-
-def test_session_hash_spreads_sessions_and_requests_without_one():
-    four = [candidate(name) for name in "abcd"]
-    for sent in (
-        [RequestInfo(f"session {n}", 1000) for n in range(400)],
-        [RequestInfo(None, 1000)] * 400,
-    ):
-        counts = Counter(
-            decided("session_hash", each, Snapshot(four, None, n, 0)).instance
-            for n, each in enumerate(sent)
-        )
-        # 100 each; the deviation is 8.7.
-        assert all(65 <= counts[name] <= 135 for name in "abcd")
 
 
 def test_a_tie_goes_to_fewer_requests_then_fewer_tokens_then_in_turn():

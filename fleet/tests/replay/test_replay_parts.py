@@ -34,14 +34,12 @@ def changed(request, **fields):
     return msgspec.structs.replace(request, **fields)
 
 
-@given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 40))
-def test_grouping_keeps_every_request_and_the_order_of_first_arrivals(
-    sessions, turns, limit
-):
+@given(st.integers(1, 8), st.integers(1, 4))
+def test_grouping_keeps_every_request_and_the_order_of_first_arrivals(sessions, turns):
     requests = trace(sessions, turns, gap_s=0.01, think_s=0.015)
-    grouped = group(requests, limit)
+    grouped = group(requests)
     kept = [request for session in grouped for request in session.turns]
-    assert sorted(kept, key=requests.index) == requests[:limit]
+    assert sorted(kept, key=requests.index) == requests
     firsts = [session.turns[0].arrival_s for session in grouped]
     assert firsts == sorted(firsts)
     for session in grouped:
@@ -74,7 +72,7 @@ def in_flight(spans: list[tuple[int, int]], now: float) -> int:
 
 @given(spans)
 def test_the_window_opens_at_the_mean_load_and_closes_when_no_session_can_begin(spans):
-    window = steady_window(spans, 0)
+    window = steady_window(spans)
     last_begin = max(begin for begin, _ in spans)
     end = min(end for _, end in spans if end > last_begin)
     first = min(begin for begin, _ in spans)
@@ -215,15 +213,13 @@ def test_while_all_slots_begin_no_further_turn_of_theirs_is_made(tmp_path):
 
 def test_slots_that_are_always_taken_are_steady_from_the_start():
     spans = [(0, 10), (0, 30), (10, 25), (25, 60), (30, 50)]
-    assert steady_window(spans, 0) == (0, 50)
-    assert steady_window(spans, 20) == (20, 50)
-    assert steady_window(spans, 50) is None
-    assert steady_window([], 0) is None
+    assert steady_window(spans) == (0, 50)
+    assert steady_window([]) is None
 
 
 def test_arrivals_that_pile_up_are_steady_once_they_have():
     spans = [(10 * n, 10 * n + 35) for n in range(20)]
-    assert steady_window(spans, 0) == (30, 195)
+    assert steady_window(spans) == (30, 195)
 
 
 def test_a_request_longer_than_the_context_is_named():

@@ -8,19 +8,14 @@ import os
 import sys
 import threading
 from pathlib import Path
-from statistics import mean
 from unittest.mock import MagicMock
 
 import msgspec
 import pytest
 from fleet.tests.simulate.two_arms import run, two_arms
 from kvtax.cli import Exit
-from kvtax.engine.null_model import Forward
-from kvtax.report.markdown import DASH
 
 from kvtax_fleet.analyze.arm_runs import ArmRun, read_run
-from kvtax_fleet.simulate.bound import Latency, _means, above, bounds, measured
-from kvtax_fleet.trace import read_trace
 
 pytestmark = pytest.mark.slow
 
@@ -63,34 +58,6 @@ def test_moments_are_in_their_order_and_nobody_is_late(runs: list[ArmRun]) -> No
         for request in one.requests:
             assert request.sent_ns == request.intended_ns
             assert request.sent_ns < request.first_token_ns <= request.end_ns
-
-
-def test_nobody_is_faster_than_alone_with_all_that_was_ever_cached(
-    runs: list[ArmRun], folder: Path
-) -> None:
-    requests = list(read_trace(folder / "trace.jsonl.gz"))
-    for one in runs:
-        forward = msgspec.convert(one.info.profile["forward"], Forward)
-        least = bounds(requests, forward, one.info.profile["max_num_batched_tokens"])
-        for name, found in measured(one).items():
-            assert found.ttft_ms > least[name].ttft_ms - 1e-6
-            assert found.e2e_ms > least[name].e2e_ms - 1e-6
-
-
-def test_the_bound_of_answers_of_one_token_has_no_tpot() -> None:
-    one = {"a/0": Latency(2.0, None, 2.0)}
-    assert _means(one, one) == ["2.0 (1.00)", DASH, "2.0 (1.00)"]
-
-
-def test_the_bound_stands_beside_the_last_repeat(
-    runs: list[ArmRun], folder: Path
-) -> None:
-    shown = above(folder)
-    for arm in ("linear@2", "round_robin@2"):
-        *_, last = (run for run in runs if run.info.arm == arm)
-        assert last.info.repeat == 1
-        ttft_ms = mean(latency.ttft_ms for latency in measured(last).values())
-        assert f"| `{arm}` | {ttft_ms:,.1f} (" in shown
 
 
 def test_a_repeat_brings_the_sessions_in_another_order(runs: list[ArmRun]) -> None:
@@ -208,14 +175,10 @@ def test_what_openmp_leaves_in_memory_goes_with_the_fork(
     monkeypatch.setattr(run_cells, "Cell", AnyCell)
     monkeypatch.setattr(run_cells, "_import_all", lambda cell: None)
     monkeypatch.setattr(run_cells, "_run_or_fail", leave_a_segment)
-    cell, note, pipe = (tmp_path / name for name in ("cell", "note", "pipe"))
+    cell, note = tmp_path / "cell", tmp_path / "note"
     cell.write_bytes(msgspec.json.encode(AnyCell(str(note))))
-    os.mkfifo(pipe)
-    monkeypatch.setattr("sys.argv", ["run_cells", str(pipe), "1"])
-    writer = threading.Thread(target=pipe.write_text, args=(f"{cell}\n",))
-    writer.start()
+    monkeypatch.setattr("sys.argv", ["run_cells", "1", str(cell)])
     run_cells.main()
-    writer.join()
     assert not Path(note.read_text()).exists()
 
 

@@ -36,8 +36,10 @@ SETTINGS = read_instance_settings(CONFIGS / "profiles" / "h20-30b-a3b.toml")
 FORWARD = Forward(
     **{name: us / 10 for name, us in msgspec.structs.asdict(SETTINGS.forward).items()}
 )
-WORKLOAD = Workload("", sessions=24, max_turns=5, max_output_tokens=80, max_think_s=0)
-TRACE = REPOSITORY / "fleet" / "traces" / "claude_code_sessions_le62k.jsonl.xz"
+TRACE = "traces/claude_code_sessions_le62k.jsonl.xz"
+WORKLOAD = Workload(
+    TRACE, sessions=24, max_turns=5, max_output_tokens=80, max_think_s=0
+)
 OF_A_STEP = (
     "step_id",
     "running",
@@ -68,7 +70,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("lockstep")
     trace, ours = folder / "trace.jsonl.gz", folder / "ours"
     ours.mkdir()
-    make_workload(WORKLOAD, TRACE, trace, closed_loop=True, seed=3)
+    make_workload(WORKLOAD, trace, closed_loop=True, seed=3)
     spec = FleetSpec(
         msgspec.structs.replace(SETTINGS, num_blocks=BLOCKS, forward=FORWARD),
         "plain",

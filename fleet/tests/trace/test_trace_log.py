@@ -345,6 +345,7 @@ def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path, capsys):
 NEITHER = "prompt is neither one text nor one list of token ids"
 REFUSED = {
     "no time": ({"messages": [ASK]}, "no time of arrival"),
+    "a delay": ({"messages": [ASK], "delay": 5}, "a Mooncake trace with texts"),
     "only a gap": (
         {"session_id": "s", "input": [ASK], "output_length": 5, "pre_gap": 0.1},
         "no time of arrival",
@@ -437,11 +438,6 @@ def test_unusable_lines_are_left_out_on_request_and_counted(tmp_path, capsys):
     assert len(list(read_trace(out))) == 2
     counted = json.loads(written(out).partition("\n")[0])["source"]["left_out"]
     assert sum(counted.values()) == 5
-    cut = tmp_path / "cut"
-    rest = ("--target-requests", 2, "--seed", 0, "--out", cut)
-    assert run("sample", log, "--skip-unusable", *rest) == 0
-    header = json.loads(written(cut).partition("\n")[0])
-    assert header["source"]["read_with"]["left_out"] == counted
 
 
 def test_a_log_without_a_usable_line_and_another_format_are_refused(tmp_path, capsys):

@@ -198,12 +198,10 @@ class FleetAnalysis(msgspec.Struct, tag_field="schema", tag=SCHEMA):
 
 @dataclass(frozen=True)
 class Analysis:
-    """The results, and the frames that the figures draw."""
+    """The results, and the requests that they are of."""
 
     results: FleetAnalysis
-    runs: list[ArmRun]
     requests: pl.DataFrame
-    interference: dict[str, pl.DataFrame]
 
     @property
     def document(self) -> dict[str, Any]:
@@ -217,20 +215,6 @@ class Analysis:
         arms = self.results.arms.values()
         finished = all(r.status == "ok" for arm in arms for r in arm.repeats)
         return finished and not any(c.refused for c in self.results.comparisons)
-
-    def of(self, run: ArmRun) -> pl.DataFrame:
-        return of(self.requests, run)
-
-    def without_twins(self) -> Analysis:
-        """Leave out arms that are equal to another one to the byte."""
-        results = self.results.without_twins()
-        shown = results.arms
-        return Analysis(
-            results,
-            [run for run in self.runs if run.info.arm in shown],
-            self.requests.filter(pl.col("arm").is_in(list(shown))),
-            {arm: of for arm, of in self.interference.items() if arm in shown},
-        )
 
 
 def of(requests: pl.DataFrame, run: ArmRun) -> pl.DataFrame:
@@ -307,7 +291,7 @@ def analyse(runs: list[ArmRun], model: str, bandwidth_gbit_s: float) -> Analysis
         ),
         warnings=warnings,
     )
-    return Analysis(results, finished, requests, points)
+    return Analysis(results, requests)
 
 
 def _layers(

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report of a fleet run, as a page made from analysis.json.
 
-Here: the ranking, what differs, then requests and comparisons.
+Here: the ranking, then requests and comparisons.
 kvtax_fleet.analyze.instance_tables has the tables about the instances. Every number is
 from analysis.json.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from kvtax.records.estimate import Estimate
 from kvtax.records.files import write_document, write_whole
 from kvtax.records.warning import RunWarning
 from kvtax.report import render
-from kvtax.report.document import Cell, Figure, Page, Picture, Section, Table, Words
+from kvtax.report.document import Cell, Page, Picture, Section, Table, Words
 from kvtax.report.markdown import DASH, number
 from kvtax.stats.distribution import REPLICATES
 from kvtax.stats.processes import REACH
@@ -34,8 +33,6 @@ from kvtax_fleet.policies.decision import CLASSES, LIMITS
 # Messages that are shown of one kind of warning; analysis.json has all.
 SHOWN_MESSAGES = 6
 REACHING = f"{100 * REACH:g} % of equal arms"
-# Quantiles of the answer: the median, and what a slow request meets.
-ANSWERED = ("p50", "p90")
 SPREADS = WorkloadSpread.__struct_fields__
 SHOWN_VERDICTS = {NO_DIFFERENCE: "no significant difference"}
 WINDOWS = {"steady": "steady window", "all": "all requests"}
@@ -52,35 +49,26 @@ def write_reports(
     out.mkdir(parents=True, exist_ok=True)
     write_document(out / "analysis.json", analysis.results)
     # Imported here: matplotlib is not needed for the numbers.
-    from kvtax_fleet.analyze.figures import draw_ranking, figures
+    from kvtax_fleet.analyze.figures import draw_ranking
 
-    results, shown = analysis.results, analysis.without_twins()
-    loads = [*by_load(shown.results.ranking).values()]
-    pictures = [draw_ranking(loads, out)] if loads else []
-    text = render.markdown(report_page(results, pictures))
-    write_whole(out / "report.md", text.encode())
-    page = render.html(report_page(results, pictures, figures(shown)))
-    write_whole(out / "report.html", page.encode())
+    loads = [*by_load(analysis.results.without_twins().ranking).values()]
+    page = report_page(analysis.results, [draw_ranking(loads, out)] if loads else [])
+    write_whole(out / "report.md", render.markdown(page).encode())
+    write_whole(out / "report.html", render.html(page).encode())
     return analysis.sound
 
 
-def report_page(
-    results: FleetAnalysis,
-    pictures: Iterable[Picture] = (),
-    figures: Iterable[Figure] = (),
-) -> Page:
+def report_page(results: FleetAnalysis, pictures: Iterable[Picture] = ()) -> Page:
     """Make the page of a run; `pictures` are of the ranking."""
     results = results.without_twins()
     sections: list[Section] = [
         *ranking_table(results),
         *pictures,
-        Words(title="What differs", paragraphs=differences(results)),
         workload_table(results),
         *outcome_sections(results),
         *latency_sections(results),
         *comparison_sections(results),
         *instance_tables.sections(results),
-        *figures,
         _provenance(results),
     ]
     return Page(
@@ -167,93 +155,8 @@ def ranking_table(results: FleetAnalysis) -> list[Section]:
     return [Table(title="Ranking", note=note, columns=[*columns, "policy"], rows=rows)]
 
 
-def differences(results: FleetAnalysis) -> list[str]:
-    """List the differences of p50 and p90, then the noise floor."""
-    lines: list[str] = []
-    allowed = [c for c in results.comparisons if not c.refused]
-    others: Counter[str] = Counter()
-    compared_arms = [c for c in allowed if not c.same]
-    for compared in compared_arms:
-        lines += _differing(compared, others)
-    if compared_arms:
-        total = len(compared_arms) * len(TITLES) * len(ANSWERED)
-        counts = [f"{_word(verdict)} in {n}" for verdict, n in others.items()]
-        lines.append(
-            f"- {', '.join(counts) or 'a difference in all'} of {total} comparisons "
-            f"({', '.join(TITLES.values())} at {' and '.join(ANSWERED)} of each arm)"
-        )
-    pairs = [c for c in allowed if c.same]
-    for pair in pairs:
-        lines += [
-            f"- Noise floor: `{pair.arm}` is `{pair.baseline}` run again, and "
-            f"differs at {quantile} by {_differences(pair, quantile)}"
-            for quantile in ANSWERED
-        ]
-    if pairs:
-        lines += [
-            f"- Reach at {quantile}: {REACHING} differ by no more than "
-            + ", ".join(
-                f"{title} {reach_text(allowed[0].reached(metric, quantile))}"
-                for metric, title in TITLES.items()
-            )
-            for quantile in ANSWERED
-        ]
-    elif results.made.virtual:
-        lines.append(
-            "- In virtual time equal arms are equal to the byte: there is no noise "
-            "floor, and an arm that repeats another is not shown."
-        )
-    else:
-        lines.append("- The noise floor is unknown: this run has no A/A pair.")
-    return lines
-
-
-def _differing(compared: Comparison, others: Counter[str]) -> list[str]:
-    """List the quantiles that differ; count the others by verdict."""
-    lines = []
-    for quantile in ANSWERED:
-        verdicts: dict[str, list[str]] = {}
-        for metric in TITLES:
-            verdict = compared.verdict(metric, quantile)
-            if verdict.startswith(("lower", "higher")):
-                verdicts.setdefault(verdict, []).append(metric)
-            else:
-                others[verdict] += 1
-        for verdict, metrics in verdicts.items():
-            values = ", ".join(
-                f"{TITLES[m]} {percent(compared.difference(m, quantile))}"
-                for m in metrics
-            )
-            lines.append(
-                f"- `{compared.arm}` against `{compared.baseline}`, {quantile}: "
-                f"**{verdict}**: {values}"
-            )
-    means = [
-        f"{TITLES[metric]} {known.percent:+,.1f} %"
-        for metric, known in (compared.paired or {}).items()
-        if known and known.percent.ci95 and not _holds_zero(known.percent)
-    ]
-    if means:
-        lines.append(
-            f"- `{compared.arm}` against `{compared.baseline}`, request by "
-            f"request: **means differ**: {', '.join(means)}"
-        )
-    return lines
-
-
-def _holds_zero(level: Estimate) -> bool:
-    return level.low <= 0 <= level.high
-
-
 def _word(verdict: str) -> str:
     return SHOWN_VERDICTS.get(verdict, verdict)
-
-
-def _differences(compared: Comparison, quantile: str) -> str:
-    return ", ".join(
-        f"{title} {percent(compared.difference(metric, quantile))}"
-        for metric, title in TITLES.items()
-    )
 
 
 def reach_text(reach: list[float] | None) -> str:

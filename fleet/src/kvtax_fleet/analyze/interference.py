@@ -20,8 +20,6 @@ from kvtax.stats.quantiles import MIN_SESSIONS, SessionDraws
 from kvtax_fleet.analyze.load import pending_prefill, step_function
 
 MIN_REQUESTS = 30
-BINS = 8
-MIN_IN_BIN = 10
 POINTS = {"session": pl.String, "tpot_ms": pl.Float64, "prefill_ktokens": pl.Float64}
 
 
@@ -90,27 +88,4 @@ def slope(points: pl.DataFrame, draws: SessionDraws) -> Interference | None:
         slope_ms_per_ktoken=Estimate.of(Distribution(float(value), drawn), 5),
         base_ms=round(float(base), 4),
         n=points.height,
-    )
-
-
-def binned(points: pl.DataFrame) -> pl.DataFrame:
-    """(prefill_ktokens, p25_ms, p50_ms, p75_ms, n) in bins of equal n, for a figure."""
-    idle = points.filter(pl.col("prefill_ktokens") <= 0)
-    busy = points.filter(pl.col("prefill_ktokens") > 0).sort("prefill_ktokens")
-    groups = np.arange(busy.height) * BINS // max(busy.height, 1) + 1
-    groups = np.concatenate([np.zeros(idle.height, np.int64), groups])
-    return (
-        pl.concat([idle, busy])
-        .with_columns(pl.Series("bin", groups))
-        .group_by("bin")
-        .agg(
-            pl.col("prefill_ktokens").mean(),
-            pl.col("tpot_ms").quantile(0.25, "linear").alias("p25_ms"),
-            pl.col("tpot_ms").median().alias("p50_ms"),
-            pl.col("tpot_ms").quantile(0.75, "linear").alias("p75_ms"),
-            pl.len().alias("n"),
-        )
-        .filter(pl.col("n") >= MIN_IN_BIN)
-        .sort("bin")
-        .drop("bin")
     )

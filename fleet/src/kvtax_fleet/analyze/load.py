@@ -234,9 +234,6 @@ def skew(steps: Steps) -> Skew | None:
     )
 
 
-CURVE_POINTS = 400
-
-
 def residence(requests: pl.DataFrame) -> pl.DataFrame:
     """Intervals (session, instance, start_ns, end_ns, tokens) of one arm and repeat."""
     placed = requests.filter(
@@ -285,25 +282,6 @@ def _by_instance(steps: Steps) -> dict[str, Held]:
         name: Held(round(float(mean[column]), 2), int(steps.load[:, column].max()))
         for column, name in enumerate(steps.instances)
     }
-
-
-def session_curve(requests: pl.DataFrame, instances: list[str]) -> pl.DataFrame:
-    """(t_s, instance, sessions) at CURVE_POINTS evenly spaced moments, for a figure."""
-    steps = sessions_over_time(residence(requests), instances)
-    if steps is None:
-        return pl.DataFrame()
-    first, last = steps.at_ns[0], steps.at_ns[-1]
-    moments = np.linspace(first, last, CURVE_POINTS).astype(np.int64)
-    row = np.searchsorted(steps.at_ns, moments, "right") - 1
-    seconds = np.round((moments - first) / 1e9, 3)
-    return pl.concat(
-        [
-            pl.DataFrame(
-                {"t_s": seconds, "instance": name, "sessions": steps.load[row, column]}
-            )
-            for column, name in enumerate(instances)
-        ]
-    )
 
 
 GPU_COLUMNS = {

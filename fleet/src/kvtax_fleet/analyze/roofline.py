@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The least time that prefill and decode can take on a GPU: a roofline.
+"""The least times of a forward's parts on a GPU: a roofline.
 
 A step takes at least max(FLOP / peak FLOP/s, bytes / HBM bandwidth) (Williams,
 Waterman and Patterson 2009), with the model's FLOP and bytes counted from its
@@ -21,11 +21,9 @@ from __future__ import annotations
 import json
 import tomllib
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 
 from kvtax.paths import CONFIGS
-from kvtax.report.markdown import number, table
 
 MODELS = CONFIGS / "models"
 GPUS = Path(__file__).with_name("gpus.toml")
@@ -119,13 +117,6 @@ class Model:
             met = self.experts * (1 - missed)
         return (self.shared + met * self.expert + self.head) * DTYPE_BYTES
 
-    def fits(self, gpu: Gpu, kv_tokens: int) -> bool:
-        """Return whether all weights and the KV of `kv_tokens` fit the GPU's memory."""
-        # The embedding is as large as the output projection.
-        weights = self.shared + self.experts * self.expert + 2 * self.head
-        nbytes = weights * DTYPE_BYTES + kv_tokens * self.kv_bytes_per_token
-        return nbytes <= gpu.memory_gb * 1e9
-
 
 @dataclass(frozen=True)
 class Gpu:
@@ -134,14 +125,7 @@ class Gpu:
     name: str
     peak_tflops: float
     bandwidth_tb_s: float
-    memory_gb: float
     source: str
-
-    def least_ms(self, flop: float, nbytes: float) -> tuple[float, str]:
-        """(ms, "compute" or "memory")."""
-        compute = flop / (self.peak_tflops * 1e12) * 1e3
-        memory = nbytes / (self.bandwidth_tb_s * 1e12) * 1e3
-        return max((compute, "compute"), (memory, "memory"))
 
 
 def read_gpu(name: str) -> Gpu:
@@ -152,87 +136,26 @@ def read_gpu(name: str) -> Gpu:
     return Gpu(name=name, **known[name])
 
 
-PREFILL_TOKENS = (1_000, 4_000, 16_000, 32_000, 64_000)
-CACHED_SHARES = (0.0, 0.9)
-BATCHES = (1, 8, 32, 64)
-CONTEXTS = (4_000, 16_000, 32_000, 64_000)
-
-
-def prefill_ms(model: Model, gpu: Gpu, new: int, cached: int = 0) -> tuple[float, str]:
-    """Least time of one prompt of `new` tokens behind `cached` cached ones."""
-    pairs = new * cached + new * (new + 1) / 2
-    flop: float = 2 * model.active * new + 2 * model.head
-    flop += model.attention_flop_per_pair * pairs
-    kv = (cached + new) * model.kv_bytes_per_token
-    return gpu.least_ms(flop, model.weight_bytes(new) + kv)
-
-
-def decode_ms(model: Model, gpu: Gpu, batch: int, context: int) -> tuple[float, str]:
-    """Least time of a decode-only step, each of `batch` requests at `context`."""
-    flop = batch * 2 * (model.active + model.head)
-    flop += model.attention_flop_per_pair * batch * context
-    kv = batch * (context + 1) * model.kv_bytes_per_token
-    return gpu.least_ms(flop, model.weight_bytes(batch) + kv)
-
-
-def prefill_rows(model: Model, gpu: Gpu) -> list[list[str]]:
-    rows = []
-    for share, tokens in product(CACHED_SHARES, PREFILL_TOKENS):
-        cached = int(tokens * share)
-        new = tokens - cached
-        ms, bound = prefill_ms(model, gpu, new, cached)
-        times = number(ms), number(ms * 1e3 / new), number(new / ms * 1e3, 0)
-        rows.append([f"{tokens:,}", f"{cached:,}", *times, bound])
-    return rows
-
-
-def decode_rows(model: Model, gpu: Gpu) -> list[list[str]]:
-    rows = []
-    for context, batch in product(CONTEXTS, BATCHES):
-        ms, bound = decode_ms(model, gpu, batch, context)
-        if not model.fits(gpu, batch * context):
-            bound += ", does not fit"
-        times = number(ms, 2), number(batch / ms * 1e3, 0)
-        rows.append([f"{context:,}", f"{batch}", *times, bound])
-    return rows
-
-
 def forward_parts_us(model: Model, gpu: Gpu, batch: int) -> dict[str, float]:
-    """Split the roofline into the parts of a simulated forward (us).
-
-    `weights`: reading the weights that a decode step of `batch` meets; `per_token`:
-    the FLOP of one token; `per_pair_prefill`: of a query with a key before it;
-    `per_context_token_decode`: reading one token's KV.
-    """
+    """Compute the least times of a simulated forward's parts."""
     flop_per_us, bytes_per_us = gpu.peak_tflops * 1e6, gpu.bandwidth_tb_s * 1e6
     return {
-        "weights": model.weight_bytes(batch) / bytes_per_us,
-        "per_token": 2 * model.active / flop_per_us,
-        "per_pair_prefill": model.attention_flop_per_pair / flop_per_us,
-        "per_context_token_decode": model.kv_bytes_per_token / bytes_per_us,
+        f"reading the weights at batch {batch}": model.weight_bytes(batch)
+        / bytes_per_us,
+        "a token of prefill": 2 * model.active / flop_per_us,
+        "a pair of query and key in prefill": model.attention_flop_per_pair
+        / flop_per_us,
+        "a token of context in a decode step": model.kv_bytes_per_token / bytes_per_us,
     }
 
 
-def tables(model: Model, gpu: Gpu) -> str:
-    """Both tables as Markdown, with what they rest on."""
-    head = ["prompt tokens", "of them cached", "ms", "µs per new token"]
-    head += ["new tokens/s", "bound by"]
+def forward_text(model: Model, gpu: Gpu) -> str:
+    """Format the parts, with what they rest on."""
+    lines = [
+        f"{gpu.name}: {gpu.peak_tflops:g} TFLOP/s dense BF16, "
+        f"{gpu.bandwidth_tb_s:g} TB/s ({gpu.source}). Model: "
+        f"{model.active / 1e9:.2f} billion weights met by a token, "
+        f"{model.kv_bytes_per_token / 1e3:,.1f} kB of KV per token. Lower bounds, us:"
+    ]
     parts = forward_parts_us(model, gpu, batch=8)
-    return "\n\n".join(
-        [
-            f"{gpu.name}: {gpu.peak_tflops:g} TFLOP/s dense BF16, "
-            f"{gpu.bandwidth_tb_s:g} TB/s ({gpu.source}). Model: "
-            f"{model.active / 1e9:.2f} billion weights met by a token, "
-            f"{model.kv_bytes_per_token / 1e3:,.1f} kB of KV per token. Lower bounds.",
-            table(head, prefill_rows(model, gpu)),
-            table(
-                ["context tokens", "batch", "step ms", "tokens/s", "bound by"],
-                decode_rows(model, gpu),
-            ),
-            "Parts, for a simulated forward: reading the weights at batch 8 takes "
-            f"{parts['weights']:,.0f} µs, a prefill token {parts['per_token']:.1f} µs, "
-            f"a pair of query and key in prefill {parts['per_pair_prefill']:.4f} µs, "
-            "a token of context in a decode step "
-            f"{parts['per_context_token_decode']:.4f} µs.",
-        ]
-    )
+    return "\n".join(lines + [f"{us:12,.4f}  {part}" for part, us in parts.items()])

@@ -31,19 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         ("launch", "start a fleet, or check a running one", _add_launch, _launch),
         ("replay", "send a trace to a server", _add_replay, _replay),
         ("analyze", "write the report of a run again", _add_analyze, _analyze),
-        (
-            "real-vs-virtual",
-            "compare a real-time run with its simulation",
-            _add_pair,
-            _pair,
-        ),
-        (
-            "roofline",
-            "least time of prefill and decode on a GPU",
-            _add_roofline,
-            _roofline,
-        ),
-        ("bound", "how far a run is above the ideal latency", _add_bound, _bound),
+        ("roofline", "a profile's forward by roofline", _add_roofline, _roofline),
         ("decide", "decide recorded snapshots by another policy", _add_decide, _decide),
         ("forward", "fit a profile's forward to your GPU", _add_forward, _forward),
         ("host", "measure a host for simulations", _add_host, _host),
@@ -148,11 +136,6 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, help="the instances file (default: in --folder)"
     )
     parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="start nothing: print the command line and the GPUs of each instance",
-    )
-    parser.add_argument(
         "--check",
         type=Path,
         metavar="FILE",
@@ -164,7 +147,7 @@ def _launch(arguments: argparse.Namespace) -> int:
     """Start a fleet of vLLM instances on this machine, or check another fleet.
 
     The fleet runs until Ctrl-C or SIGTERM, and no process of it outlives the command.
-    Exit codes: 0 the checked fleet is in order, or the dry run found no problem; 2 the
+    Exit codes: 0 the checked fleet is in order; 2 the
     arguments or the machine do not fit; 3 an instance did not start, died or is not in
     order; 130 or 143 the fleet was stopped.
     """
@@ -180,9 +163,6 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
     add_settings(parser, Options)
     parser.add_argument(
         "--out", required=True, type=Path, help="file of the records, a new one"
-    )
-    parser.add_argument(
-        "--progress", action="store_true", help="print a line per second to stderr"
     )
 
 
@@ -240,22 +220,6 @@ def _write_report(
     print(f"wrote {out / 'report.md'}, {out / 'analysis.json'}")
     print(f"open {out / 'report.html'}")
     return Exit.GOOD if sound else Exit.NOT_MEASURED
-
-
-def _add_bound(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a finished run")
-
-
-def _bound(arguments: argparse.Namespace) -> int:
-    """Print how far a run's arms are above the latency that no policy can beat.
-
-    The bound takes each request alone, on a device that computes as the profile says,
-    with everything cached that any earlier turn or other session has computed.
-    """
-    from kvtax_fleet.simulate.bound import above
-
-    print(above(arguments.run_dir))
-    return Exit.GOOD
 
 
 def _add_decide(parser: argparse.ArgumentParser) -> None:
@@ -329,19 +293,6 @@ def _host(arguments: argparse.Namespace) -> int:
     return Exit.GOOD
 
 
-def _add_pair(parser: argparse.ArgumentParser) -> None:
-    for name in ("real", "virtual"):
-        parser.add_argument(name, type=Path, help="folder with an analysis.json")
-
-
-def _pair(arguments: argparse.Namespace) -> int:
-    """Print cached shares and latencies of one experiment in real and virtual time."""
-    from kvtax_fleet.analyze.real_vs_simulated import compare_folders
-
-    print(compare_folders(arguments.real, arguments.virtual))
-    return Exit.GOOD
-
-
 def _add_roofline(parser: argparse.ArgumentParser) -> None:
     add_model(parser, "")
     parser.add_argument(
@@ -352,8 +303,8 @@ def _add_roofline(parser: argparse.ArgumentParser) -> None:
 
 
 def _roofline(arguments: argparse.Namespace) -> int:
-    """Print lower bounds of prefill and decode times, by FLOP and memory bandwidth."""
-    from kvtax_fleet.analyze.roofline import Model, read_gpu, tables
+    """Print lower bounds of a forward's parts, by FLOP and memory bandwidth."""
+    from kvtax_fleet.analyze.roofline import Model, forward_text, read_gpu
 
-    print(tables(Model.read(arguments.model), read_gpu(arguments.gpu)))
+    print(forward_text(Model.read(arguments.model), read_gpu(arguments.gpu)))
     return Exit.GOOD

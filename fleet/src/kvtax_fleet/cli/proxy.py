@@ -56,12 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         default="127.0.0.1:0",
         help="address of /metrics, /decisions, /breakdown and /health for operators "
-        "(default: a free port of this machine only)",
-    )
-    parser.add_argument(
-        "--control-token-file",
-        metavar="FILE",
-        help="token that --control takes as a bearer's; needed beyond this machine",
+        "of this machine (default: a free port)",
     )
 
 
@@ -82,6 +77,6 @@ def run(arguments: argparse.Namespace) -> int:
     if getattr(arguments, "kvindexd", None) is not None:
         others["cache"] = "exact"
     settings = fields_of(arguments, Settings, **others)
-    control = control_address(arguments.control, arguments.control_token_file)
+    control = control_address(arguments.control)
     endpoint = Endpoint(arguments.host, arguments.port, control)
     return serve(read, settings, arguments.log, endpoint)

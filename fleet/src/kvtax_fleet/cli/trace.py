@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read, describe, sample, anonymise and make request traces of LLM services.
+"""Describe and anonymise request traces of LLM services.
 
 A trace is a file of JSON lines, plain, gzip or xz, in one of five formats; its first
 line shows which. An output is written whole or not at all, packed as its name says.
@@ -10,69 +10,28 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
-from kvtax.cli import Parser
-from kvtax.cli.options import add_fields, fields_of, number, whole_number
-
-if TYPE_CHECKING:
-    from kvtax_fleet.trace import Request
+from kvtax.cli.options import number, whole_number
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the actions of `kvtax trace`."""
-    actions = parser.add_subparsers(
-        metavar="ACTION", required=True, parser_class=_LazyParser
-    )
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
     for name, summary, add_arguments, action in (
         ("stats", "describe a trace, as Markdown", _add_stats, _stats),
-        ("sample", "take whole sessions at random", _add_sample, _sample),
         ("anonymise", "turn a request log into a trace", _add_anonymise, _anonymise),
-        ("synth", "make a trace of agentic sessions", _SYNTH.add_arguments, _SYNTH.run),
-        (
-            "study-sample",
-            "make a trace like the study's sample",
-            _STUDY_SAMPLE.add_arguments,
-            _STUDY_SAMPLE.run,
-        ),
     ):
-        actions.add_parser(
-            name,
-            help=summary,
-            description=f"{summary[0].upper()}{summary[1:]}.",
-            add_arguments=add_arguments,
-        ).set_defaults(action=action)
+        description = f"{summary[0].upper()}{summary[1:]}."
+        subparser = actions.add_parser(name, help=summary, description=description)
+        add_arguments(subparser)
+        subparser.set_defaults(action=action)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the action. Raises TraceError."""
     arguments.action(arguments)
     return 0
-
-
-class _LazyParser(Parser):
-    """Parser that adds its arguments on use: modules with the options import numpy."""
-
-    def __init__(
-        self,
-        *,
-        add_arguments: Callable[[argparse.ArgumentParser], None],
-        **options: Any,
-    ) -> None:
-        super().__init__(**options)
-        self._add_arguments: Callable[[argparse.ArgumentParser], None] | None = (
-            add_arguments
-        )
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Add the arguments, then parse."""
-        if self._add_arguments is not None:
-            self._add_arguments(self)
-            self._add_arguments = None
-        return super().parse_known_args(args, namespace)
 
 
 def _add_stats(parser: argparse.ArgumentParser) -> None:
@@ -98,10 +57,22 @@ def _add_stats(parser: argparse.ArgumentParser) -> None:
 def _stats(arguments: argparse.Namespace) -> None:
     import msgspec
 
+    from kvtax_fleet.trace import read_trace
     from kvtax_fleet.trace.stats import describe, markdown
 
+    requests = read_trace(
+        arguments.file,
+        format=arguments.format,
+        block_tokens=arguments.block_tokens,
+        session_interval_s=arguments.session_interval_s,
+        share_prefix=arguments.share_prefix,
+        chars_per_token=arguments.chars_per_token,
+        tokenizer=arguments.tokenizer,
+        time_unit=arguments.time_unit,
+        left_out=arguments.left_out,
+    )
     stats = describe(
-        _read(arguments),
+        requests,
         arguments.file.name,
         arguments.cache_blocks,
         arguments.sessions,
@@ -111,40 +82,6 @@ def _stats(arguments: argparse.Namespace) -> None:
         print(msgspec.json.encode(stats).decode())
     else:
         print(markdown(stats), end="")
-
-
-def _add_sample(parser: argparse.ArgumentParser) -> None:
-    _add_source(parser)
-    parser.add_argument(
-        "--target-requests",
-        type=whole_number(1),
-        required=True,
-        metavar="N",
-        help="take sessions until they have N requests",
-    )
-    parser.add_argument(
-        "--seed", type=whole_number(0), required=True, help="decides which sessions"
-    )
-    _add_out(parser)
-
-
-def _sample(arguments: argparse.Namespace) -> None:
-    from kvtax_fleet.trace.sample import sample
-
-    header = sample(
-        arguments.file,
-        arguments.out,
-        target_requests=arguments.target_requests,
-        seed=arguments.seed,
-        read=lambda: _read(arguments),
-        options=dict(_options(arguments)),
-    )
-    _print_left_out(arguments)
-    source = header["source"]
-    print(
-        f"{arguments.out}: {header['requests']:,} of {source['requests']:,} requests, "
-        f"{source['sessions_chosen']:,} of {source['sessions']:,} sessions"
-    )
 
 
 def _add_anonymise(parser: argparse.ArgumentParser) -> None:
@@ -179,70 +116,6 @@ def _anonymise(arguments: argparse.Namespace) -> None:
             print(f"--chars-per-token {fitting:.2f} would make them equal")
 
 
-class _Made(NamedTuple):
-    """Traces that are made up: `make` of a module writes one, from a `kind` in it."""
-
-    module: str
-    make: str
-    kind: str
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add an option for each field of the kind."""
-        add_fields(parser, self._named(self.kind))
-        _add_out(parser)
-
-    def run(self, arguments: argparse.Namespace) -> None:
-        """Write the trace, and print how much there is in it."""
-        fields = fields_of(arguments, self._named(self.kind))
-        header = self._named(self.make)(fields, arguments.out)
-        print(f"{arguments.out}: {header['requests']:,} requests", end="")
-        if "intra_session_reuse" in (source := header["source"]):
-            print(
-                f", {source['blocks']:,} blocks, reuse "
-                f"{source['intra_session_reuse']:.4f} in sessions and "
-                f"{source['cross_session_reuse']:.4f} across them",
-                end="",
-            )
-        print()
-
-    def _named(self, name: str) -> Any:
-        return getattr(import_module(f"kvtax_fleet.trace.{self.module}"), name)
-
-
-_SYNTH = _Made("synth", "synth", "Shape")
-_STUDY_SAMPLE = _Made("study_sample", "study_sample", "StudySample")
-
-
-class _ReadOptions(TypedDict):
-    format: str | None
-    block_tokens: int | None
-    session_interval_s: float
-    share_prefix: bool
-    chars_per_token: float
-    tokenizer: str | None
-    time_unit: str | None
-    left_out: Counter[str] | None
-
-
-def _options(arguments: argparse.Namespace) -> _ReadOptions:
-    return {
-        "format": arguments.format,
-        "block_tokens": arguments.block_tokens,
-        "session_interval_s": arguments.session_interval_s,
-        "share_prefix": arguments.share_prefix,
-        "chars_per_token": arguments.chars_per_token,
-        "tokenizer": arguments.tokenizer and str(arguments.tokenizer),
-        "time_unit": arguments.time_unit,
-        "left_out": arguments.left_out,
-    }
-
-
-def _read(arguments: argparse.Namespace) -> Iterator[Request]:
-    from kvtax_fleet.trace import read_trace
-
-    return read_trace(arguments.file, **_options(arguments))
-
-
 def _add_source(parser: argparse.ArgumentParser) -> None:
     from kvtax_fleet.trace import FORMATS
     from kvtax_fleet.trace.sessions import SESSION_INTERVAL_S
@@ -269,15 +142,6 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
         "--share-prefix",
         action="store_true",
         help="sessions format: tool and system prompts of equal lengths are equal",
-    )
-
-
-def _add_out(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--out",
-        type=Path,
-        required=True,
-        help="trace to write; packed if its name ends in .gz or .xz",
     )
 
 

@@ -26,13 +26,12 @@ from kvtax_fleet.policies import POLICIES, PolicyError, parameters_of
 from kvtax_fleet.records.arm import OUR_PROXY
 from kvtax_fleet.records.instances import Role
 from kvtax_fleet.trace.sessions import FIRST_SHARED_ID
-from kvtax_fleet.trace.study_sample import StudySample
 
-# Programs that follow the instances' KV events, by an arm's `cache_state`.
 # Distance between the block ids of two copies. Traces count ids up from 0, in sessions
 # of 2^32 at most; ids from FIRST_SHARED_ID on are the same in all sessions.
 ID_STRIDE = 2**53
 MOST_COPIES = FIRST_SHARED_ID // ID_STRIDE
+# Programs that follow the instances' KV events, by an arm's `cache_state`.
 INDEXES = {"exact": KVINDEXD, "llm-d": LLMD_LOOKUP}
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -47,27 +46,21 @@ ARM_NAME = re.compile(r"[\w+-][\w.+-]{0,99}")
 class Workload(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """The part of a trace that all arms replay; each cut is a declared departure.
 
-    `trace` is a file below the repository's folder. In its place, `study_sample` makes
-    a trace like the reference study's sample of 1,000 requests
-    (kvtax_fleet/trace/study_sample.py). `sessions` whole sessions
-    are drawn with the experiment's seed (None: all). Each is cut to its first
-    `max_turns` turns, to answers of at most `max_output_tokens` and to at most
+    `trace` is a file below fleet/. Of its first `requests` (None: all), `sessions`
+    whole sessions are drawn with the experiment's seed (None: all). Each is cut to its
+    first `max_turns` turns, to answers of at most `max_output_tokens` and to at most
     `max_think_s` between a turn and the next. The `copies` of a session have blocks of
     their own, but one time of arrival: in an open loop all of them arrive at the same
     instant.
     """
 
-    trace: str | None = None
-    study_sample: StudySample | None = None
+    trace: str
+    requests: Count | None = None
     sessions: Count | None = None
     max_turns: Count | None = None
     max_output_tokens: Count | None = None
     max_think_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
     copies: Annotated[int, msgspec.Meta(ge=1, le=MOST_COPIES)] = 1
-
-    def __post_init__(self) -> None:
-        if (self.trace is None) == (self.study_sample is None):
-            raise ValueError("give one of `trace` and `study_sample`")
 
 
 class Arm(msgspec.Struct, forbid_unknown_fields=True, frozen=True):

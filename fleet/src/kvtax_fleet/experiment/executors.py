@@ -121,7 +121,7 @@ def outcome(folder: Path) -> str:
     if record.replay_s is not None:
         text += f"  ready {record.ready_s:.0f} s, replay {record.replay_s:.0f} s"
     if (machine := record.machine) is not None:
-        text += f", cores {machine.busy_mean:.0%} busy ({machine.busy_own:.0%} ours)"
+        text += f", cores {machine.busy_mean:.0%} busy"
         if machine.engine_excess is not None:
             text += f", forwards {machine.engine_late:+.0%}, "
             text += f"steps {machine.engine_excess:+.0%} on the simulated forward"

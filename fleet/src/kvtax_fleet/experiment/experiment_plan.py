@@ -19,11 +19,10 @@ from kvtax.records import RecordsError
 from kvtax.records.files import read_document, write_document
 from kvtax.run_folder import RunFolderError
 
-from kvtax_fleet.experiment.config import Arm, Experiment, Workload
+from kvtax_fleet.experiment.config import Arm, Experiment
 from kvtax_fleet.experiment.workload import make_workload
 from kvtax_fleet.launch import vllm_router
 from kvtax_fleet.launch.instance_settings import InstanceSettings
-from kvtax_fleet.paths import FLEET
 from kvtax_fleet.records.arm import (
     OUR_PROXY,
     ArmRecord,
@@ -34,10 +33,8 @@ from kvtax_fleet.records.arm import (
 from kvtax_fleet.replay.http_link import Model, check_lengths, check_vocabulary
 from kvtax_fleet.replay.sessions import group
 from kvtax_fleet.trace import read_trace
-from kvtax_fleet.trace.study_sample import study_sample
 
 TRACE = "trace.jsonl.gz"
-STUDY_SAMPLE = "study-sample.jsonl.gz"
 PLAN_FILE = "experiment.json"
 # Keys of the provenance on which a run in virtual time depends.
 VIRTUAL_PROVENANCE = (
@@ -145,7 +142,6 @@ def prepare(experiment: Experiment, out: Path, virtual: bool) -> list[PlannedRun
         made = Path(aside) / TRACE
         facts = make_workload(
             experiment.workload,
-            source(experiment.workload, Path(aside)),
             made,
             not experiment.open_loop,
             experiment.seed,
@@ -180,18 +176,6 @@ def _longest_tokens(settings: InstanceSettings) -> int:
     # vLLM keeps one block for itself.
     held = (settings.num_blocks - 1) * settings.block_size
     return min(settings.max_model_len, held)
-
-
-def source(workload: Workload, aside: Path) -> Path:
-    """Return the trace to cut from, made in `aside` if it is no file.
-
-    Raises TraceError.
-    """
-    if workload.trace is not None:
-        return FLEET / workload.trace
-    assert workload.study_sample is not None
-    study_sample(workload.study_sample, aside / STUDY_SAMPLE)
-    return aside / STUDY_SAMPLE
 
 
 def check_slots(experiment: Experiment, sessions: int) -> None:

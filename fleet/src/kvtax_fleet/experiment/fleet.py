@@ -23,7 +23,7 @@ from kvtax.records import RecordsError
 from kvtax_fleet.experiment.config import Arm, Experiment, Given
 from kvtax_fleet.experiment.freshness import gpu_used_mib
 from kvtax_fleet.experiment.machine import (
-    CpuSampler,
+    CoreTimes,
     engine_lags,
     gpu_sampler,
     machine_load,
@@ -69,7 +69,7 @@ class Fleet:
         self._workshop = workshop
         self._folder = folder
         self._stack = ExitStack()
-        self._cpu: CpuSampler | None = None
+        self._busy: float | None = None
         self._servers: list[LaunchedInstance] = []
         self._began_s = 0.0
         self.instances: list[Instance] = []
@@ -86,9 +86,9 @@ class Fleet:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._stack.close()
-        if kind is None and self._cpu is not None:
+        if kind is None and self._busy is not None:
             lags = engine_lags(self.folders)
-            self.machine = machine_load(self._cpu, os.cpu_count() or 1, lags)
+            self.machine = machine_load(self._busy, os.cpu_count() or 1, lags)
 
     @property
     def folders(self) -> dict[str, Path]:
@@ -126,9 +126,11 @@ class Fleet:
 
     @contextmanager
     def under_load(self) -> Iterator[None]:
-        """Sample meanwhile how busy the machine is; then read the peak memory."""
-        with gpu_sampler(self._folder / "gpu.csv"), CpuSampler() as self._cpu:
+        """Measure meanwhile how busy the machine is; then read the peak memory."""
+        before = CoreTimes.now()
+        with gpu_sampler(self._folder / "gpu.csv"):
             yield
+            self._busy = CoreTimes.now().busy_since(before)
             self.pss_mib = {
                 each.instance.name: each.server.pss_mib() for each in self._servers
             }

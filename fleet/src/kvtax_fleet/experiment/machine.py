@@ -19,7 +19,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,7 +38,6 @@ BUSY_LIMIT = 0.9
 # a core to spare is 0.01 late, and vLLM's own work comes to 0.05 to 0.15.
 LATE_LIMIT = 0.05
 EXCESS_LIMIT = 0.5
-SAMPLE_S = 1.0
 GPU_SAMPLE_MS = 500
 # Columns of gpu.csv behind the time, by the field of nvidia-smi.
 GPU_FIELDS = {
@@ -51,78 +50,35 @@ GPU_FIELDS = {
 GPU_HEADER = ",".join(("monotonic_ns", *GPU_FIELDS.values()))
 
 
-class CpuSample(NamedTuple):
-    """Totals of all cores since boot, and of this process and its descendants."""
+class CoreTimes(NamedTuple):
+    """Seconds of all cores since boot; stolen time is busy."""
 
-    at_s: float
     busy_s: float
     total_s: float
-    own_s: float
-    pressure_us: int | None
 
     @classmethod
-    def now(cls) -> CpuSample:
+    def now(cls) -> CoreTimes:
         """Read them."""
-        return cls(time.monotonic(), *_cores_s(), _own_cpu_s(), _pressure_us())
+        times = psutil.cpu_times()
+        busy_s = times.user + times.nice + times.system
+        busy_s += times.irq + times.softirq + times.steal
+        return cls(busy_s, busy_s + times.idle + times.iowait)
+
+    def busy_since(self, before: CoreTimes) -> float:
+        """Compute the share of the cores that was busy."""
+        total_s = max(self.total_s - before.total_s, 1e-9)
+        return min(1.0, (self.busy_s - before.busy_s) / total_s)
 
 
-class CpuSampler:
-    """Samples how busy the cores are, from entering to leaving its context."""
-
-    def __init__(self) -> None:
-        self._done = threading.Event()
-        self.samples: list[CpuSample] = []
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> CpuSampler:
-        self.samples.append(CpuSample.now())
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._done.set()
-        self._thread.join()
-        self.samples.append(CpuSample.now())
-
-    def busy(self) -> tuple[float, float]:
-        """Compute mean and p99 of the share of the cores that was busy."""
-        cores_s = [(sample.busy_s, sample.total_s) for sample in self.samples]
-        busy, total = np.diff(cores_s, axis=0).T
-        known = total > 0
-        shares = busy[known] / total[known]
-        mean = min(1.0, float(busy.sum() / total.sum()))
-        return mean, float(np.quantile(shares, 0.99))
-
-    def busy_own(self, cores: int) -> float:
-        """Compute the share of the cores that this process and its descendants took."""
-        first, last = self.samples[0], self.samples[-1]
-        return (last.own_s - first.own_s) / (last.at_s - first.at_s) / cores
-
-    def waiting(self) -> float | None:
-        """Compute the share of the time in which a thread waited for a core."""
-        first, last = self.samples[0], self.samples[-1]
-        if first.pressure_us is None or last.pressure_us is None:
-            return None
-        waited_s = (last.pressure_us - first.pressure_us) / 1e6
-        return waited_s / (last.at_s - first.at_s)
-
-    def _run(self) -> None:
-        while not self._done.wait(SAMPLE_S):
-            self.samples.append(CpuSample.now())
-
-
-def machine_load(
-    sampler: CpuSampler, cores: int, engines: dict[str, EngineLag]
-) -> MachineLoad:
-    """Judge the samples and the engines' lags."""
-    mean, p99 = sampler.busy()
+def machine_load(busy: float, cores: int, engines: dict[str, EngineLag]) -> MachineLoad:
+    """Judge the busy share of the cores and the engines' lags."""
     late = excess = None
     if simulated_s := sum(lag.simulated_s for lag in engines.values()):
         late = sum(lag.slept_s for lag in engines.values()) / simulated_s - 1
         excess = sum(lag.step_s for lag in engines.values()) / simulated_s - 1
     why = []
-    if mean > BUSY_LIMIT:
-        why.append(f"{mean:.0%} of the cores were busy, more than {BUSY_LIMIT:.0%}")
+    if busy > BUSY_LIMIT:
+        why.append(f"{busy:.0%} of the cores were busy, more than {BUSY_LIMIT:.0%}")
     if late is not None and late > LATE_LIMIT:
         why.append(
             f"forwards took {late:.0%} longer than simulated, more than "
@@ -135,10 +91,7 @@ def machine_load(
         )
     return MachineLoad(
         cores=cores,
-        busy_mean=mean,
-        busy_p99=p99,
-        busy_own=sampler.busy_own(cores),
-        waiting=sampler.waiting(),
+        busy_mean=busy,
         engines=engines,
         engine_late=late,
         engine_excess=excess,
@@ -226,29 +179,3 @@ def engine_lag(records: Path, totals: Path) -> EngineLag | None:
         simulated_s=simulated_ns / 1e9,
         slept_s=slept_ns / 1e9,
     )
-
-
-def _cores_s() -> tuple[float, float]:
-    """Read (busy, total) seconds of all cores since boot; stolen time is busy."""
-    times = psutil.cpu_times()
-    busy_s = times.user + times.nice + times.system
-    busy_s += times.irq + times.softirq + times.steal
-    return busy_s, busy_s + times.idle + times.iowait
-
-
-def _own_cpu_s() -> float:
-    """Read the CPU time of this process and its descendants, ended ones included."""
-    own = psutil.Process()
-    cpu_s = 0.0
-    for process in (own, *own.children(recursive=True)):
-        with suppress(psutil.NoSuchProcess):
-            cpu_s += sum(process.cpu_times()[:4])
-    return cpu_s
-
-
-def _pressure_us() -> int | None:
-    try:
-        some = Path("/proc/pressure/cpu").read_text().partition("\n")[0]
-    except OSError:
-        return None
-    return int(some.rpartition("total=")[2])

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import compress, groupby
+from itertools import groupby
 from pathlib import Path
 
 import msgspec
@@ -54,8 +54,6 @@ EVENTS = [
 ]
 UNMADE = "the simulator process ended before it made this run\n{log}"
 WATCH_EVERY_S = 0.05
-# Most runs under way: their names must fit into a pipe without a reader, 64 KiB.
-MOST_WAITING = 100
 # Runs that share an import of vLLM on a host, and are lost with it.
 RUNS_PER_TASK = 4
 
@@ -118,14 +116,36 @@ def make_here(
     for run in in_turn:
         workshop.overlay(experiment.fleet_spec(run.run.arm))
     jobs = jobs or len(os.sched_getaffinity(0))
-    with Simulation(experiment, trace, workshop, jobs) as simulation:
-        for _, same in groupby(in_turn, _connector):
-            left = list(same)
-            while left or simulation.waiting:
-                while left and simulation.waiting < MOST_WAITING:
-                    simulation.begin(left.pop(0))
-                yield from simulation.made()
-                time.sleep(WATCH_EVERY_S)
+    for connector, same in groupby(in_turn, _connector):
+        cells = [(run, *_cell(experiment, trace, workshop, run)) for run in same]
+        yield from _made(cells, workshop.folder / connector, jobs)
+
+
+def _made(
+    cells: list[tuple[PlannedRun, Cell, dict[str, str]]], path: Path, jobs: int
+) -> Iterator[PlannedRun]:
+    """Run cells of one connector in a process, with its files and log beside `path`."""
+    command = [sys.executable, "-m", "kvtax_fleet.simulate.run_cells", str(jobs)]
+    for run, cell, _ in cells:
+        # In place of an earlier attempt's files.
+        shutil.rmtree(run.folder, ignore_errors=True)
+        file = path.with_suffix(f".{cell.planned.arm}.r{cell.planned.repeat}.json")
+        file.write_bytes(msgspec.json.encode(cell))
+        command.append(str(file))
+    log = path.with_suffix(".log")
+    waiting = [(run, cell) for run, cell, _ in cells]
+    _, _, env = cells[0]
+    with Preloaded(command, env | ALIKE, log) as process:
+        while waiting:
+            has_ended = process.poll() is not None
+            for run, cell in list(waiting):
+                there = (run.folder / "arm.json").exists()
+                if has_ended and not there:
+                    write_failed(cell, UNMADE.format(log=tail(log)))
+                if has_ended or there:
+                    waiting.remove((run, cell))
+                    yield run
+            time.sleep(WATCH_EVERY_S)
 
 
 def make_on_hosts(
@@ -172,94 +192,6 @@ def _make_there(
 
 def _connector(run: PlannedRun) -> str:
     return run.run.arm.connector
-
-
-class Simulation:
-    """Makes runs of an experiment, `jobs` at a time."""
-
-    def __init__(
-        self, experiment: Experiment, trace: Path, workshop: Workshop, jobs: int
-    ) -> None:
-        self._jobs = jobs
-        self._experiment = experiment
-        self._trace = trace
-        self._workshop = workshop
-        self._workers: dict[str, _Worker] = {}
-
-    @property
-    def waiting(self) -> int:
-        """Number of runs that were begun and are not finished."""
-        return sum(len(worker.waiting) for worker in self._workers.values())
-
-    def begin(self, run: PlannedRun) -> None:
-        """Begin to fill the run's folder, in place of an earlier attempt's files.
-
-        Raises what making the connector's overlay does.
-        """
-        shutil.rmtree(run.folder, ignore_errors=True)
-        cell, env = _cell(self._experiment, self._trace, self._workshop, run)
-        connector = run.run.arm.connector
-        if connector not in self._workers:
-            for other in list(self._workers):
-                if not self._workers[other].waiting:
-                    self._workers.pop(other).stop()
-            path = self._workshop.folder / connector
-            self._workers[connector] = _Worker(path, env, self._jobs)
-        self._workers[connector].begin(run, cell)
-
-    def made(self) -> list[PlannedRun]:
-        """Return the runs whose folder has the arm.json, which comes last, by now."""
-        return [run for worker in self._workers.values() for run in worker.made()]
-
-    def __enter__(self) -> Simulation:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        for worker in self._workers.values():
-            worker.stop()
-
-
-class _Worker:
-    """A kvtax_fleet.simulate process. Its pipe, cells and log are beside `path`."""
-
-    def __init__(self, path: Path, env: dict[str, str], jobs: int) -> None:
-        self.waiting: list[tuple[PlannedRun, Cell]] = []
-        self._path = path
-        self._log = path.with_suffix(".log")
-        pipe = path.with_suffix(".pipe")
-        pipe.unlink(missing_ok=True)
-        os.mkfifo(pipe)
-        # Opening it for writing alone would wait for a reader.
-        self._pipe = os.open(pipe, os.O_RDWR)
-        command = [
-            sys.executable,
-            "-m",
-            "kvtax_fleet.simulate.run_cells",
-            str(pipe),
-            str(jobs),
-        ]
-        self._process = Preloaded(command, env | ALIKE, self._log)
-
-    def begin(self, run: PlannedRun, cell: Cell) -> None:
-        name = f"{cell.planned.arm}.r{cell.planned.repeat}"
-        file = self._path.with_suffix(f".{name}.json")
-        file.write_bytes(msgspec.json.encode(cell))
-        self.waiting.append((run, cell))
-        os.write(self._pipe, os.fsencode(file) + b"\n")
-
-    def made(self) -> list[PlannedRun]:
-        if self._process.poll() is not None:
-            for run, cell in self.waiting:
-                if not (run.folder / "arm.json").exists():
-                    write_failed(cell, UNMADE.format(log=tail(self._log)))
-        there = [(run.folder / "arm.json").exists() for run, _ in self.waiting]
-        made = [run for run, _ in compress(self.waiting, there)]
-        self.waiting = list(compress(self.waiting, [not each for each in there]))
-        return made
-
-    def stop(self) -> None:
-        self._process.stop()
-        os.close(self._pipe)
 
 
 def _cell(

@@ -6,23 +6,26 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from kvtax_fleet.experiment.config import ID_STRIDE, Workload
+from kvtax_fleet.paths import FLEET
 from kvtax_fleet.records.arm import TraceFacts
 from kvtax_fleet.trace import Request, TraceError, read_trace, write_trace
 from kvtax_fleet.trace.sessions import FIRST_SHARED_ID
 
 
 def make_workload(
-    workload: Workload, source: Path, out: Path, closed_loop: bool, seed: int
+    workload: Workload, out: Path, closed_loop: bool, seed: int
 ) -> TraceFacts:
     """Write the load to `out` (kvtax.trace/1). Raises TraceError."""
+    source = FLEET / workload.trace
     sessions: dict[str, list[Request]] = {}
-    for request in read_trace(source):
+    for request in islice(read_trace(source), workload.requests):
         sessions.setdefault(request.session, []).append(request)
     names = list(sessions)
     if workload.sessions is not None:

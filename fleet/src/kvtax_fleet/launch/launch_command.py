@@ -5,15 +5,12 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import shlex
 import time
 from pathlib import Path
 
 from kvtax.engine import preflight
 from kvtax.engine.connector import DEFAULT_CONNECTOR, load_connector
-from kvtax.engine.provenance import masked
 from kvtax.paths import REPOSITORY
-from kvtax.proc.ports import reserve
 
 from kvtax_fleet.instances import read_instances, write_instances
 from kvtax_fleet.launch.instance_settings import read_instance_settings, slowed
@@ -28,9 +25,6 @@ from kvtax_fleet.launch.launched import (
 from kvtax_fleet.launch.spec import (
     FleetSpec,
     SpecError,
-    assign_gpus,
-    members,
-    server_of,
 )
 from kvtax_fleet.paths import CONFIGS
 from kvtax_fleet.records.instances import Role
@@ -41,14 +35,12 @@ ROLES: dict[str, Role] = {"both": "both", "prefill": "prefill", "decode": "decod
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check, plan or start the fleet; return the exit code. Starting ends by a signal.
+    """Check or start the fleet; return the exit code. Starting ends by a signal.
 
     Raises what launching does.
     """
     if arguments.check:
         return _check(arguments.check)
-    if arguments.dry_run:
-        return _dry_run(arguments)
     _start(arguments)
     return 0
 
@@ -57,19 +49,6 @@ def _check(file: Path) -> int:
     instances = read_instances(file)
     check_instances(instances)
     print(f"{len(instances)} instances are in order")
-    return 0
-
-
-def _dry_run(arguments: argparse.Namespace) -> int:
-    spec = _spec(arguments)
-    _check_machine(spec)
-    folders = Path("PATCHED_VLLM"), Path("MODEL"), Path("FOLDER")
-    ports = reserve(len(spec.roles), arguments.base_port)
-    for member in members(spec, ports, assign_gpus(spec), Path("SOCKETS")):
-        server = server_of(spec, member, *folders)
-        gpus = f"GPU {', '.join(map(str, member.gpus))}" if member.gpus else "no GPU"
-        print(f"{member.instance.name}  {member.instance.role}  {gpus}")
-        print(f"  {shlex.join(masked(server.argv))}")
     return 0
 
 

@@ -5,9 +5,7 @@ A policy is a function (request, snapshot, parameters) -> Decision. Equal argume
 equal decisions, so a recorded snapshot can be decided again by any policy.
 
 Size classes: requests by the prompt tokens that have to be computed. The limits are
-those of the reference study, so that its classes and ours hold the same requests. On an
-H20 the prefill of 5,000 new tokens of Qwen3-Coder-30B-A3B takes at least 0.25 s, of
-20,000 at least 1.8 s and of 50,000 at least 8.5 s (kvtax_fleet.analyze.roofline).
+those of the reference study, so that its classes and ours hold the same requests.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from hashlib import blake2b
 
 from kvtax_fleet.policies.decision import (
     Candidate,
@@ -19,7 +18,6 @@ from kvtax_fleet.policies.decision import (
     serving,
 )
 
-HASH_BYTES = 8
 BLOCK_TOKENS = 16
 
 
@@ -47,26 +45,6 @@ def decide_load_only(
     candidates = serving(snapshot)
     scores = [float(candidate.ongoing_tokens) for candidate in candidates]
     return least(candidates, scores, snapshot, "least load")
-
-
-def decide_session_hash(
-    request: RequestInfo, snapshot: Snapshot, parameters: Parameters
-) -> Decision:
-    """Choose a session's instance by a hash of its name, whatever the load.
-
-    score = a hash of session and instance, between 0 and 1 (rendezvous hashing: Thaler
-    and Ravishankar, 1998). If an instance comes or goes, only the sessions that it gets
-    or had move. A request without a session is a session of its own.
-    """
-    candidates = serving(snapshot)
-    session = f"#{snapshot.arrivals}" if request.session is None else request.session
-    scores = [_hash(f"{session}\0{candidate.name}") for candidate in candidates]
-    return least(candidates, scores, snapshot, "the session's hash")
-
-
-def _hash(text: str) -> float:
-    digest = blake2b(text.encode(errors="surrogatepass"), digest_size=HASH_BYTES)
-    return float(int.from_bytes(digest.digest()) / 256**HASH_BYTES)
 
 
 Score = Callable[[RequestInfo, Candidate], float]
@@ -324,7 +302,6 @@ POLICIES = {
     **{name: _lowest_score(score) for name, score in SCORES.items()},
     "lmetric_study": Policy(decide_lmetric_study, Parameters),
     "dynamo": Policy(decide_dynamo, DynamoParameters),
-    "session_hash": Policy(decide_session_hash, Parameters, sees_caches=False),
     "cache_aware": Policy(decide_cache_aware, CacheAwareParameters),
     "unified": Policy(decide_unified, UnifiedParameters),
     "weighted": Policy(decide_weighted, WeightedParameters),

@@ -99,20 +99,20 @@ class Api(msgspec.Struct, frozen=True):
 
     `prompt`: the fields that make up the prompt, in the order in which chat templates
     commonly write them. `transfers`: whether the API takes `kv_transfer_params`.
-    `errors`, `ends`, `token`: bytes of a stream that mark an error, the end, a token.
+    `errors`, `ends`, `token`: how a stream marks an error, the end, a token.
     """
 
     path: str
     prompt: tuple[str, ...]
     transfers: bool = True
-    errors: tuple[bytes, ...] = _marks(b'data:{"error"')
+    errors: re.Pattern[bytes] = re.compile(rb'\ndata:[ \t]*\{\s*"error"\s*:\s*[{"]')
     ends: tuple[bytes, ...] = _marks(b"data:[DONE]")
     token: bytes = b"}\n\n"
 
     def kind(self, event: bytes) -> Kind:
         """Classify a whole event at the beginning of a stream."""
         line = b"\n" + event
-        if line.startswith(self.errors):
+        if self.errors.match(line):
             return "error"
         if line.startswith(self.ends):
             return "end"
@@ -141,7 +141,7 @@ class NamedEvents(Api, frozen=True):
 
     def kind(self, event: bytes) -> Kind:
         first, _, data = event.partition(b"\n")
-        if b"\n" + first in self.errors or first.startswith(_DATA):
+        if self.errors.match(b"\n" + first) or first.startswith(_DATA):
             return "error"
         if not first.startswith(_EVENT):
             return "opening"
@@ -209,7 +209,7 @@ APIS = {
             MESSAGES,
             ("tools", "system", "messages"),
             transfers=False,
-            errors=_marks(_ERROR),
+            errors=re.compile(rb"\nevent: ?error"),
             ends=_marks(b"event:message_stop", _ERROR),
             token=b"content_block_delta\n",
             openings=("message_start", "ping"),
@@ -219,7 +219,7 @@ APIS = {
             RESPONSES,
             ("tools", "instructions", "input"),
             transfers=False,
-            errors=_marks(_ERROR, _FAILED),
+            errors=re.compile(rb"\nevent: ?(error|response\.failed)"),
             ends=_marks(
                 b"event:response.completed",
                 b"event:response.incomplete",

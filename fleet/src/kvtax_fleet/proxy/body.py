@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, Generic, Literal, TypeVar
@@ -33,18 +32,11 @@ Fields = dict[str, msgspec.Raw]
 # The request that an upstream sends: JSON over HTTP, a struct in virtual time.
 Payload = TypeVar("Payload")
 _encode = msgspec.json.encode
-_decode = msgspec.json.Decoder(Fields).decode
+# Each value stays bytes.
+decode_fields = msgspec.json.Decoder(Fields).decode
 _string = msgspec.json.Decoder(str).decode
 _TRANSFER = "kv_transfer_params"
 _DECIDE_CACHE = ("model", "cache_salt", "previous_response_id")
-
-# Bytes of a prompt below which a parser is as fast as the search for an array of ids.
-_LONG_BYTES = 8192
-_NAME = b'"prompt"'
-_OPENS = re.compile(rb"\s*:\s*\[")
-# Stands for the array while the rest is parsed. No client can guess it: where it comes
-# out as the prompt, the array was the prompt and not part of something else.
-_PLACE = b"[%d]" % secrets.randbits(63)
 
 # vLLM leaves this header out (entrypoints/anthropic/serving.py, 0.18.1).
 BILLING = "x-anthropic-billing-header"
@@ -154,7 +146,7 @@ class Body(RequestBody[bytes]):
         self.api = api
         is_chat = api.path != COMPLETIONS
         try:
-            self.fields = top_level(raw)
+            self.fields = decode_fields(raw)
             self.raw = _encode(self.fields) if self._strip() else raw
             parts = [self.text(name) for name in api.prompt]
             # One part alone is not copied.
@@ -194,7 +186,7 @@ class Body(RequestBody[bytes]):
         if extra is None:
             return had_params
         try:
-            arguments = _decode(extra)
+            arguments = decode_fields(extra)
         except msgspec.DecodeError:
             return had_params
         if arguments.pop(_TRANSFER, None) is None:
@@ -203,49 +195,10 @@ class Body(RequestBody[bytes]):
         return True
 
 
-def top_level(raw: bytes) -> Fields:
-    """Parse the top level of a JSON object; each value stays bytes.
-
-    A parser reads token ids digit by digit. A long array of them is found by searches
-    at the speed of memory, taken out, and the rest is parsed: a long `prompt` of only
-    digits, commas, points, signs and blanks is taken for an array of ids, and errors
-    inside it are the instance's to refuse.
-
-    Raises one of UNREADABLE, of which msgspec.ValidationError means: no object.
-    """
-    span = _long_ids(raw) if len(raw) >= _LONG_BYTES else None
-    if span is not None:
-        start, end = span
-        fields = _decode(raw[:start] + _PLACE + raw[end:])
-        if bytes(fields.get("prompt", b"")) == _PLACE:
-            fields["prompt"] = msgspec.Raw(memoryview(raw)[start:end])
-            return fields
-    return _decode(raw)
-
-
 def model_of(fields: Fields) -> str | None:
     """Return the model that a request names, None where vLLM takes any or refuses."""
     raw = bytes(fields.get("model", b""))
     return (_string(raw) if raw[:1] == b'"' else None) or None
-
-
-def _long_ids(raw: bytes) -> tuple[int, int] | None:
-    """Return the span of the first prompt's array, brackets included.
-
-    None if there is no such array, or if it holds anything else than numbers.
-    """
-    name = raw.find(_NAME)
-    opens = _OPENS.match(raw, name + len(_NAME)) if name >= 0 else None
-    if opens is None:
-        return None
-    start, end = opens.end() - 1, raw.find(b"]", opens.end()) + 1
-    if end - start < _LONG_BYTES:
-        return None
-    inside = np.frombuffer(raw, np.uint8, end - start - 2, start + 1)
-    # All from "," to "9": these two, "-", "." and "/". Below "," it wraps around.
-    numbers = np.count_nonzero(inside - np.uint8(ord(",")) <= ord("9") - ord(","))
-    blanks = np.count_nonzero(inside == ord(" ")) if numbers < len(inside) else 0
-    return (start, end) if numbers + blanks == len(inside) else None
 
 
 def normalize_chat(raw: bytes) -> bytes:

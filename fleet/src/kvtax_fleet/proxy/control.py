@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The control surface: health, metrics and decisions, for operators only.
 
-It has an address of its own. Decisions name sessions, and the rest names instances: an
-address that others than this machine reach needs a token.
+It has an address of its own, which only this machine can reach: decisions name
+sessions, and the rest names instances.
 """
 
 from __future__ import annotations
@@ -17,25 +17,21 @@ from aiohttp import web
 from kvtax_fleet.proxy.core import Core
 from kvtax_fleet.proxy.decision_log import DecisionLog
 from kvtax_fleet.proxy.exchange import Failure
-from kvtax_fleet.proxy.http_server import Handle, error_response, gets, json_response
+from kvtax_fleet.proxy.http_server import error_response, json_response
 from kvtax_fleet.proxy.kvindexd import Kvindexd, State
 from kvtax_fleet.proxy.metrics import Metrics
-from kvtax_fleet.proxy.settings import SettingsError, bearer
+from kvtax_fleet.proxy.settings import SettingsError
 
 
 class ControlAddress(NamedTuple):
-    """Address of the control surface; `port` 0 is a free port.
-
-    `authorization`: the header that a request needs, None for none.
-    """
+    """Address of the control surface; `port` 0 is a free port."""
 
     host: str = "127.0.0.1"
     port: int = 0
-    authorization: str | None = None
 
 
-def control_address(text: str, token_file: str | None) -> ControlAddress:
-    """Parse HOST:PORT and read the token. Raises SettingsError."""
+def control_address(text: str) -> ControlAddress:
+    """Parse HOST:PORT. Raises SettingsError."""
     parts = urlsplit(f"//{text}")
     try:
         host, port = parts.hostname, parts.port
@@ -43,13 +39,9 @@ def control_address(text: str, token_file: str | None) -> ControlAddress:
         host = port = None
     if not host or port is None or parts.netloc != text:
         raise SettingsError(f"--control {text}: HOST:PORT is needed")
-    if token_file is not None:
-        token = bearer("--control-token-file", token_file)
-        return ControlAddress(host, port, token)
     if not _is_loopback(host):
         raise SettingsError(
-            f"--control {text}: others than this machine may reach it, so "
-            "--control-token-file FILE is needed"
+            f"--control {text}: others than this machine may reach it; take 127.0.0.1"
         )
     return ControlAddress(host, port)
 
@@ -72,15 +64,21 @@ class Control:
         self._exact = exact
         self._metrics = Metrics(core, exact)
 
-    def answer(self, address: ControlAddress) -> Handle:
-        """Return the handle for the requests that come to the address."""
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer a GET request."""
         handles = {
             "/health": self._get_health,
             "/metrics": self._get_metrics,
             "/breakdown": self._get_breakdown,
             "/decisions": self._get_decisions,
         }
-        return gets(handles, address.authorization)
+        path = request.path
+        if path not in handles:
+            return error_response(Failure(404, None, f"{path}: not served here"), path)
+        if request.method not in ("GET", "HEAD"):
+            failure = Failure(405, None, f"{path}: served for GET only")
+            return error_response(failure, path)
+        return await handles[path](request)
 
     async def _states(self) -> dict[str, State]:
         return {} if self._exact is None else await self._exact.states()

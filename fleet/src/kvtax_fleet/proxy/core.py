@@ -224,15 +224,14 @@ class Core(Generic[Payload]):
     def _route(
         self, exchange: Exchange[Payload], attempt: int, tried: set[str]
     ) -> None:
-        """Choose a healthy instance that is not in `tried`.
+        """Choose a healthy instance that is not in `tried`, nor compared with another.
 
         If there is none, choose as if none were ejected: an ejection is a guess, and no
         other instance is left. Raises Failure.
         """
         try:
-            self._choose(
-                exchange, attempt, tried | self.health.unavailable(exchange.body.model)
-            )
+            out = self.health.unavailable(exchange.body.model) | self._compared
+            self._choose(exchange, attempt, tried | out)
         except NoInstance:
             try:
                 self._choose(exchange, attempt, tried)
@@ -405,7 +404,8 @@ class Core(Generic[Payload]):
         finally:
             self._compared.discard(suspect)
         if copy.end.status == "ok":
-            self._mark_outlier(suspect, copy.body.model)
+            why = "its answers fail after their beginning, or do not begin"
+            self.health.mark_outlier(suspect, copy.body.model, why, to_end=True)
         elif copy.end.status == "failed":
             self.health.clear(suspect, copy.body.model)
 
@@ -562,7 +562,7 @@ async def _stream(exchange: Exchange[Any], answer: Answer) -> None:
         events = joined.count(api.token) - with_lf(tail).count(api.token)
         exchange.flight.generated(events)
         end.generated_tokens += events
-        if any(map(joined.__contains__, api.errors)):
+        if api.errors.search(joined):
             end.status, end.error = "failed", f"{name} sent an error event"
         ending = ending or any(map(joined.__contains__, api.ends))
         tail = whole[-_TAIL:]

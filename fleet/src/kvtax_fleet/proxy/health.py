@@ -60,8 +60,9 @@ class _State:
     `failed_polls`: in a row. `failed`: whether each of the last answers has failed;
     `senders`: the same of the last answer to each sender. `good`: good answers since
     its return; None while it is trusted. `is_down`: whether it returns by a good poll
-    only. `on_trial`: back, and one request at a time until an answer begins; `trial` is
-    that attempt while it is under way. `waiting`: limits of attempts without an answer.
+    only. `on_trial`: back, and one request at a time until an answer begins, or ends if
+    it was out for answers that ended badly (`to_end`); `trial` is that attempt while it
+    is under way. `waiting`: limits of attempts without an answer.
     """
 
     def __init__(self) -> None:
@@ -71,7 +72,7 @@ class _State:
         self.good: int | None = None
         self.out_s = MIN_OUT_S
         self.back_at_ns = 0
-        self.is_down = self.on_trial = False
+        self.is_down = self.on_trial = self.to_end = False
         self.trial: object | None = None
         self.waiting: set[asyncio.Timeout] = set()
 
@@ -190,7 +191,8 @@ class Health:
     def begun(self, name: str, model: str | None) -> None:
         """Note that a good answer has begun."""
         for state in self._both(name, model):
-            state.on_trial, state.trial = False, None
+            if not state.to_end:
+                state.on_trial, state.trial = False, None
 
     def answered(self, name: str, model: str | None, sender: str, well: bool) -> bool:
         """Note a whole answer. Return whether a failed one makes the instance suspect.
@@ -201,6 +203,8 @@ class Health:
         states = self._both(name, model)
         for state in states:
             state.add(sender, not well)
+            if well:
+                state.on_trial = state.to_end = False
             if well and state.good is not None and name not in self.ejected:
                 state.good += 1
                 if state.good >= TRUSTED_AFTER:
@@ -225,14 +229,20 @@ class Health:
         for state in self._both(name, model):
             state.clear()
 
-    def mark_outlier(self, name: str, model: str | None, why: str) -> None:
-        """Eject a suspect, unless too many are out: another has answered well."""
+    def mark_outlier(
+        self, name: str, model: str | None, why: str, to_end: bool = False
+    ) -> None:
+        """Eject a suspect, unless too many are out: another has answered well.
+
+        `to_end`: its answers fail after their beginning, or do not begin.
+        """
         if not any(state.is_suspect for state in self._both(name, model)):
             return
         key = (name, model if self._serves_others_well(name, model) else None)
         out = self.ejected | {name for name, of in self._ejected_for if of == key[1]}
         if len(out - {name}) + 1 <= MAX_OUTLIERS_SHARE * len(self._instances):
             self._eject(key, why)
+            self._both(*key)[-1].to_end = to_end
 
     def _serves_others_well(self, name: str, model: str | None) -> bool:
         """Return whether the last answer for another model was good."""
@@ -306,7 +316,7 @@ class Health:
             return
         self.ejected.discard(name) if model is None else self._ejected_for.discard(key)
         state.on_trial, state.good = True, 0
-        log.warning("%s is back, with one request until an answer begins", name)
+        log.warning("%s is back, with one request at a time", name)
         if model is None:
             self._on_change(name, True)
 

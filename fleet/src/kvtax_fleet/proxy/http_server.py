@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from hmac import compare_digest
 
 from aiohttp import web
 from multidict import MultiMapping
@@ -171,25 +170,6 @@ def json_response(status: int, body: bytes) -> web.Response:
 def error_response(failure: Failure, path: str) -> web.Response:
     """Make the error in the form of the API at `path`."""
     return json_response(failure.status, error_json(failure, path))
-
-
-def gets(handles: Mapping[str, Handle], authorization: str | None) -> Handle:
-    """Return a handle for GET requests by path, which may need this header."""
-
-    async def answer(request: web.BaseRequest) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode(errors="replace")
-        handle = handles.get(request.path)
-        if authorization and not compare_digest(given, authorization.encode()):
-            failure = Failure(401, None, "a token is needed")
-        elif handle is None:
-            failure = Failure(404, None, f"{request.path}: not served here")
-        elif request.method not in ("GET", "HEAD"):
-            failure = Failure(405, None, f"{request.path}: served for GET only")
-        else:
-            return await handle(request)
-        return error_response(failure, request.path)
-
-    return answer
 
 
 @asynccontextmanager

@@ -9,7 +9,6 @@ request may be all that it does not answer, so a prompt of one token is looked u
 from __future__ import annotations
 
 import logging
-import ssl
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +20,7 @@ from yarl import URL
 
 from kvtax_fleet.proxy.apis import UNREADABLE
 from kvtax_fleet.proxy.body import RequestBody
-from kvtax_fleet.proxy.settings import SettingsError, bearer
+from kvtax_fleet.proxy.settings import SettingsError
 from kvtax_fleet.records.instances import unusable
 
 TIMEOUT_S = 1.0
@@ -97,29 +96,17 @@ class Kvindexd:
         self,
         address: str,
         names: Sequence[str],
-        token_file: str | None = None,
-        ca_file: str | None = None,
     ) -> None:
-        """Take the address: unix:///PATH, tcp://HOST:PORT, or tls://HOST:PORT.
-
-        `token_file` has what kvindexd's `-token-file` has. `ca_file`: the certificates
-        that TLS trusts, None for the system's. Raises SettingsError.
-        """
+        """Take the address: unix:///PATH or tcp://HOST:PORT. Raises SettingsError."""
         scheme, _, where = address.partition("://")
-        if scheme not in ("unix", "tcp", "tls") or not where:
+        if scheme not in ("unix", "tcp") or not where:
             raise SettingsError(
-                f"--kvindexd {address}: unix:///PATH, tcp://HOST:PORT or "
-                "tls://HOST:PORT is needed"
+                f"--kvindexd {address}: unix:///PATH or tcp://HOST:PORT is needed"
             )
-        root = {"unix": "http://kvindexd", "tcp": f"http://{where}"}
-        self._url = root.get(scheme, f"https://{where}")
         self._socket = where if scheme == "unix" else None
+        self._url = "http://kvindexd" if self._socket else f"http://{where}"
         if scheme != "unix" and (why := unusable(self._url)):
             raise SettingsError(f"--kvindexd {address}: {why}")
-        self._headers = {"Content-Type": "application/json"}
-        if token_file is not None:
-            self._headers["Authorization"] = bearer("--kvindexd-token-file", token_file)
-        self._tls = _trusted(ca_file) if scheme == "tls" else None
         self._address = address
         self._names = names
         self._not_before_s = 0.0
@@ -130,7 +117,7 @@ class Kvindexd:
         self._session = aiohttp.ClientSession(
             connector=self._connector(),
             timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
-            headers=self._headers,
+            headers={"Content-Type": "application/json"},
         )
         try:
             await self.follow(self._names)
@@ -144,8 +131,7 @@ class Kvindexd:
             return aiohttp.UnixConnector(
                 self._socket, limit=0, keepalive_timeout=KEEPALIVE_S
             )
-        tls = True if self._tls is None else self._tls
-        return aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ssl=tls)
+        return aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
 
     async def follow(self, names: Sequence[str]) -> None:
         """Replace the instances.
@@ -157,8 +143,8 @@ class Kvindexd:
             await self._look_up_any()
         except ERRORS as error:
             raise SettingsError(
-                f"no kvindexd answers at {self._address} ({error!r}): start it, or "
-                "correct --kvindexd, --kvindexd-token-file and --kvindexd-ca-file"
+                f"no kvindexd answers at {self._address} ({error!r}): start it without "
+                "-token-file, or correct --kvindexd"
             ) from None
         if unknown := [name for name in names if name not in states]:
             raise SettingsError(
@@ -241,11 +227,3 @@ class Kvindexd:
         if answer.status != 200 and answer.status not in REFUSALS:
             raise OSError(f"HTTP {answer.status}")
         return answer.status, text
-
-
-def _trusted(ca_file: str | None) -> ssl.SSLContext:
-    """Return the context for TLS. Raises SettingsError."""
-    try:
-        return ssl.create_default_context(cafile=ca_file)
-    except OSError as error:
-        raise SettingsError(f"--kvindexd-ca-file {ca_file}: {error}") from None

@@ -22,7 +22,7 @@ from kvtax.load import allow_open_files
 from kvtax_fleet.instances import InstancesError
 from kvtax_fleet.policies import PolicyError
 from kvtax_fleet.proxy.apis import APIS, UNREADABLE
-from kvtax_fleet.proxy.body import model_of, top_level
+from kvtax_fleet.proxy.body import decode_fields, model_of
 from kvtax_fleet.proxy.control import Control, ControlAddress
 from kvtax_fleet.proxy.core import Core
 from kvtax_fleet.proxy.decision_log import DecisionLog
@@ -155,19 +155,15 @@ async def serving(
     async with AsyncExitStack() as stack:
         exact = None
         if settings.kvindexd is not None:
-            kvindexd = Kvindexd(
-                settings.kvindexd,
-                [instance.name for instance in instances],
-                settings.kvindexd_token_file,
-                settings.kvindexd_ca_file,
-            )
+            names = [instance.name for instance in instances]
+            kvindexd = Kvindexd(settings.kvindexd, names)
             exact = await stack.enter_async_context(kvindexd)
         decisions = stack.enter_context(_open_log(log_path, header))
         upstream = HttpUpstream(instances, settings.silence_timeout_s)
         await stack.enter_async_context(upstream)
         proxy = Proxy(instances, settings, upstream, decisions, exact)
         control = Control(proxy.core, decisions, exact)
-        at_control = answering(control.answer(endpoint.control), *endpoint.control[:2])
+        at_control = answering(control.answer, *endpoint.control)
         controlling = await stack.enter_async_context(at_control)
         await proxy.poll_once()
         at = answering(proxy.answer, endpoint.host, endpoint.port)
@@ -319,7 +315,7 @@ class Proxy:
         body = await self._bodies.read(request)
         model = None
         with suppress(*UNREADABLE):  # which an instance answers
-            model = model_of(top_level(body)) if body else None
+            model = model_of(decode_fields(body)) if body else None
         lacking = await self._served.lacking(model)
         out, loads = self.core.health.unavailable(model), self.core.loads
         instances = sorted(

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -28,19 +27,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             str,
             Meta(
                 description="look up what is cached where in the kvindexd at this "
-                "address: unix:///PATH, tcp://HOST:PORT or tls://HOST:PORT (default: "
-                "estimate from the proxy's own decisions)"
+                "address: unix:///PATH or tcp://HOST:PORT (default: estimate from the "
+                "proxy's own decisions)"
             ),
-        ]
-        | None
-    ) = None
-    kvindexd_token_file: (
-        Annotated[str, Meta(description="kvindexd's own -token-file")] | None
-    ) = None
-    kvindexd_ca_file: (
-        Annotated[
-            str,
-            Meta(description="PEM certificates that tls:// trusts (default: system's)"),
         ]
         | None
     ) = None
@@ -89,17 +78,6 @@ class SettingsError(Exception):
     """Instances and settings do not fit together; the message says what to change."""
 
     exit_code = 2
-
-
-def bearer(option: str, path: str | Path) -> str:
-    """Return the Authorization for the token in a file. Raises SettingsError."""
-    try:
-        token = Path(path).read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{option} {path}: {error}") from None
-    if not (token.isascii() and token.isprintable() and token):
-        raise SettingsError(f"{option} {path}: one line of ASCII is needed")
-    return f"Bearer {token}"
 
 
 def resolved(instances: Sequence[Instance], settings: Settings) -> Settings:

@@ -71,13 +71,6 @@ class MachineLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Cores of the machine."""
     busy_mean: float | None = None
     """Share of all cores that was busy."""
-    busy_p99: float | None = None
-    """The 99th percentile of that share, sampled every second."""
-    busy_own: float | None = None
-    """Share of all cores that this experiment's processes took."""
-    waiting: float | None = None
-    """Share of the time in which a runnable thread waited for a core, as the kernel's
-    pressure stall information has it; null where the kernel has none."""
     engines: dict[str, EngineLag] = {}
     """What their steps took, by instance."""
     engine_late: float | None = None

@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times of a host per step and per request, as measured.
 
-`kvtax fleet host` makes fleet/configs/hosts/*.json, and `python -m
-studies.host_table` the host table.
+`kvtax fleet host` makes fleet/configs/hosts/*.json.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
-from kvtax.records.estimate import Estimate
 
 
 class StepTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -72,58 +68,3 @@ class HostTimes(
     """By connector config."""
     requests: RequestTimes = RequestTimes()
     """Alike with all connectors."""
-
-
-class HostPoint(msgspec.Struct, frozen=True):
-    """Times of a step in which all requests decode. The forward is empty."""
-
-    running: int
-    """Requests that decode."""
-    context_tokens: int
-    """Tokens of each before the step."""
-    cached_blocks: int
-    """Cached block hashes, |cache|, of 16 tokens each."""
-    scheduler_us: Estimate
-    """`schedule()` and `update_from_output()`, with the connector's scheduler side."""
-    connector_us: Estimate
-    """All calls of the connector, on both sides."""
-    host_us: Estimate
-    """`schedule()`, `update_from_output()` and all calls of the connector."""
-    step_us: Estimate
-    """The whole step: the above, and a worker that prepares an empty forward."""
-
-
-class HostCell(msgspec.Struct, frozen=True):
-    """One connector on one release of vLLM, as the observatory measured it."""
-
-    release: str
-    """Of vLLM."""
-    connector: str
-    """A config in `configs/connectors/`; `plain` has none."""
-    machine: str
-    """Cores, processor and kernel."""
-    command: str
-    """The command that measured the cell."""
-    commit: str
-    """The checkout that it was run in."""
-    date_utc: str
-    """When."""
-    points: list[HostPoint]
-    """At each level of running requests, of context and of cached blocks. One of the
-    three moves at a time."""
-    steps: StepTimes
-    """The lines through the points, as runs in virtual time take them."""
-
-
-class HostTable(
-    msgspec.Struct, frozen=True, tag_field="schema", tag="kvtax.host_table/1"
-):
-    """vLLM's host part of a step, by release and connector.
-
-    An estimate is a median over the passes, with the interval of a sign test.
-    """
-
-    json_schema: dict[str, Any]
-    """The JSON Schema of this file."""
-    cells: list[HostCell]
-    """By release and connector."""

@@ -58,20 +58,12 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "if that is later; default: its think time after that answer"
         ),
     ] = False
-    request_limit: (
-        Annotated[int, Meta(ge=1, description="only the first N requests of the trace")]
-        | None
-    ) = None
     timeout_s: Annotated[
         float, Meta(ge=0.001, description="seconds for a whole answer")
     ] = 600.0
     lag_budget_ms: Annotated[
         float, Meta(ge=0.001, description="limit for p99 of the send lag, in ms")
     ] = 50.0
-    warmup_s: Annotated[
-        float,
-        Meta(ge=0, description="earliest start of the steady window, in seconds"),
-    ] = 0.0
 
     @property
     def load(self) -> str:

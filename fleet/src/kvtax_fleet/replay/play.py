@@ -99,8 +99,7 @@ class Player:
             for session in self._sessions
             if session.begin_ns is not None and session.end_ns is not None
         ]
-        warmup_ns = int(self._options.warmup_s * 1e9)
-        window = None if stopped else steady_window(spans, warmup_ns)
+        window = None if stopped else steady_window(spans)
         return self._records.end(
             ReplayEnd,
             steady=window and Steady(*window),

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvtax fleet replay`: send a trace, print progress and a summary."""
+"""`kvtax fleet replay`: send a trace, print a summary."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import hashlib
 import signal
 import sys
-import time
 
 import msgspec
 from kvtax.cli.options import fields_of
@@ -42,47 +40,25 @@ def run(arguments: argparse.Namespace) -> int:
         raise ReplayError("--trace-times: leave --closed-loop out, which has no times")
     options = msgspec.structs.replace(options, url=url)
     require_file(options.trace)  # hashed, too
-    sessions = group(read_trace(options.trace), options.request_limit)
+    sessions = group(read_trace(options.trace))
     replay = Replay(options, sessions, arguments.out)
     try:
-        return asyncio.run(_replay(replay, arguments.progress))
+        return asyncio.run(_replay(replay))
     except FileExistsError:
         raise ReplayError(
             f"--out {arguments.out}: exists; records are never overwritten"
         ) from None
 
 
-async def _replay(replay: Replay, progress: bool) -> int:
-    printing = asyncio.create_task(print_forever(replay)) if progress else None
+async def _replay(replay: Replay) -> int:
     with open(replay.options.trace, "rb") as trace:
         digest = hashlib.file_digest(trace, "sha256").hexdigest()
     end = await replay.execute(trace_sha256=digest)
-    if printing is not None:
-        printing.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await printing
     print(summary(end), file=sys.stderr)
     if (number := replay.stop.received) is not None:
         print(f"replay: stopped by {signal.Signals(number).name}", file=sys.stderr)
         return BY_SIGNAL + number
     return 0 if end.valid and not end.failed and not end.cancelled else NOT_VALID
-
-
-async def print_forever(replay: Replay) -> None:
-    """Print one line per second on stderr until cancelled."""
-    start_s = time.monotonic()
-    while True:
-        await asyncio.sleep(1.0)
-        if not hasattr(replay, "player"):
-            continue
-        records, elapsed_s = replay.records, time.monotonic() - start_s
-        counts = ", ".join(f"{n} {status}" for status, n in records.counts.items())
-        print(
-            f"{elapsed_s:.0f} s: {counts}, {replay.player.in_flight} in flight of "
-            f"{replay.scheduled}; {_lag(records.recent_lag_ms())}",
-            file=sys.stderr,
-            flush=True,
-        )
 
 
 def summary(end: ReplayEnd) -> str:

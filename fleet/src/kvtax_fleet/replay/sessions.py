@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -39,13 +39,13 @@ class Session:
         return self.turns[self.recorded :]
 
 
-def group(requests: Iterable[Request], limit: int | None = None) -> list[Session]:
-    """Group the first `limit` requests by session, in order of first arrival.
+def group(requests: Iterable[Request]) -> list[Session]:
+    """Group requests by session, in order of first arrival.
 
     Raises ReplayError for turns out of order or without a think time.
     """
     sessions: dict[str, Session] = {}
-    for request in islice(requests, limit):
+    for request in requests:
         if session := sessions.get(request.session):
             session.turns.append(request)
         else:
@@ -106,7 +106,7 @@ class Window(NamedTuple):
         return "steady" if intended_ns < self.end_ns else "drain"
 
 
-def steady_window(spans: Sequence[tuple[int, int]], warmup_ns: int) -> Window | None:
+def steady_window(spans: Sequence[tuple[int, int]]) -> Window | None:
     """Find when the load was steady: neither rising nor running out.
 
     Sessions are given as (begin_ns, end_ns > begin_ns). The number in flight rises at
@@ -114,8 +114,7 @@ def steady_window(spans: Sequence[tuple[int, int]], warmup_ns: int) -> Window | 
     from the moment it first reaches its mean until the first session ends after the
     last one has begun; the mean is over the time from the first beginning to that end.
     The rule is the same in an open loop, where sessions arrive, and in a closed loop,
-    where they begin together. The window starts no sooner than `warmup_ns` after the
-    first beginning. None if nothing is left.
+    where they begin together. None if nothing is left.
     """
     if not spans:
         return None
@@ -131,6 +130,5 @@ def steady_window(spans: Sequence[tuple[int, int]], warmup_ns: int) -> Window | 
     moments, in_flight = moments[inside], in_flight[inside]
     lengths_ns = np.diff(np.append(moments, end_ns))
     mean = (in_flight * lengths_ns).sum() / lengths_ns.sum()
-    reached_ns = int(moments[np.argmax(in_flight >= mean)])
-    start_ns = max(reached_ns, int(begins.min()) + warmup_ns)
+    start_ns = int(moments[np.argmax(in_flight >= mean)])
     return Window(start_ns, end_ns) if start_ns < end_ns else None

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run cells, each in a process of its own: started by kvtax_fleet.experiment.
 
-    python -m kvtax_fleet.simulate.run_cells PIPE JOBS
+    python -m kvtax_fleet.simulate.run_cells JOBS FILE...
 
-Each line of the pipe names a file with a cell. This process imports vLLM, which takes
-seconds, with the overlay on its PYTHONPATH; cells are forks of it. A cell that
-fails leaves an arm.json that says why. The process ends when the pipe has no writer.
+A file has a cell. This process imports vLLM, which takes seconds, with the overlay on
+its PYTHONPATH; cells are forks of it. A cell that fails leaves an arm.json that says
+why.
 
 The files of a cell are those of a run in real time. Nothing in them depends on the time
 of day, the machine or the process: the same cell gives the same bytes.
@@ -61,67 +61,36 @@ from kvtax_fleet.simulate.virtual_instance import VirtualInstance
 from kvtax_fleet.simulate.virtual_loop import VirtualLoop
 from kvtax_fleet.trace import read_trace
 
-PIPE_BYTES = 65_536
-
-
-class Lines:
-    """The lines that come through the pipe at `path`; waits until somebody writes it.
-
-    Can be waited for, as a file can. `open` is False once none can come any more.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_RDONLY)
-        self._rest = b""
-        self.open = True
-
-    def fileno(self) -> int:
-        return self._fd
-
-    def come(self) -> list[bytes]:
-        """Read the whole lines that are there by now; wait if there are none."""
-        told = os.read(self._fd, PIPE_BYTES)
-        self.open = bool(told)
-        *lines, self._rest = (self._rest + told).split(b"\n")
-        return lines
-
-
 # Virtual seconds for which lines of records stay in memory.
 FLUSH_EVERY_S = 30.0
 
 
 def main() -> None:
-    """Run the cells that come through the pipe, JOBS at a time."""
-    files, jobs = Lines(Path(sys.argv[1])), int(sys.argv[2])
+    """Run the cells in the files, JOBS at a time."""
+    jobs, *files = sys.argv[1:]
     cores = os.sched_getaffinity(0)
-    waiting: list[Path] = []
-    running: dict[int, tuple[ForkProcess, Cell]] = {}
-    first = True
-    while files.open or waiting or running:
-        while waiting and len(running) < jobs:
-            cell = msgspec.json.decode(waiting.pop(0).read_bytes(), type=Cell)
-            if first:
-                _import_all(cell)
-                first = False
+    waiting = [
+        msgspec.json.decode(Path(file).read_bytes(), type=Cell) for file in files
+    ]
+    _import_all(waiting[0])
+    running: dict[Any, tuple[ForkProcess, Cell]] = {}
+    while waiting or running:
+        while waiting and len(running) < int(jobs):
+            cell = waiting.pop(0)
             process = get_context("fork").Process(
                 target=_run_or_fail, args=(cell, cores)
             )
             process.start()
             running[process.sentinel] = process, cell
-        # Lines has a file descriptor, which is all that wait needs.
-        sources: list[Any] = [*running, *([files] if files.open else [])]
-        for ready in connection.wait(sources):
-            if isinstance(ready, int):
-                process, cell = running.pop(ready)
-                process.join()
-                assert process.pid is not None
-                remove_openmp_segment(process.pid)
-                # Not even the reason was written, or it was killed.
-                if status := process.exitcode:
-                    why = f"signal {-status}" if status < 0 else f"status {status}"
-                    write_failed(cell, f"its process ended by {why}")
-            else:
-                waiting += [Path(os.fsdecode(line)) for line in files.come()]
+        for ended in connection.wait([*running]):
+            process, cell = running.pop(ended)
+            process.join()
+            assert process.pid is not None
+            remove_openmp_segment(process.pid)
+            # Not even the reason was written, or it was killed.
+            if status := process.exitcode:
+                why = f"signal {-status}" if status < 0 else f"status {status}"
+                write_failed(cell, f"its process ended by {why}")
 
 
 def _import_all(cell: Cell) -> None:
@@ -271,7 +240,7 @@ async def _run(
 
 def drawn_sessions(cell: Cell) -> list[Session]:
     """Return the trace's sessions; after repeat 0, their arrivals are shuffled."""
-    sessions = group(read_trace(cell.trace), cell.replay.request_limit)
+    sessions = group(read_trace(cell.trace))
     if cell.planned.repeat == 0:
         return sessions
     arrivals_s = [session.turns[0].arrival_s for session in sessions]

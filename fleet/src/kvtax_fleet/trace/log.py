@@ -386,6 +386,8 @@ def arrival_s(row: LogRow) -> float:
     """Return the arrival, in seconds since some moment. Raises FieldError."""
     for name, found in _found(row, TIME):
         return _seconds(name, found)
+    if "delay" in row:
+        raise FieldError("a Mooncake trace with texts in place of `hash_ids`")
     raise FieldError("no time of arrival, as timestamp, without which it is not read")
 
 

@@ -141,14 +141,14 @@ def detect(lines: Lines) -> str:
     # Of a log, the request's body is what all its lines share.
     if body_of(row) is not None or lines.left_out is not None:
         return "log"
-    lacking = "".join(
-        f"; of {format} only {missing.pop()} is missing"
+    near = "".join(
+        f"; they are those of {format} without {', '.join(sorted(fields - row.keys()))}"
         for format, fields in EVIDENCE.items()
-        if len(missing := fields - row.keys()) == 1
+        if fields & row.keys()
     )
     raise lines.error(
         f"no known trace format begins with the fields {', '.join(row) or 'of nothing'}"
-        f"{lacking}: convert it to one of {', '.join(FORMATS)}"
+        f"{near}: convert it to one of {', '.join(FORMATS)}"
     )
 
 

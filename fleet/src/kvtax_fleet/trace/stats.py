@@ -12,13 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtax_fleet.trace.request import Request, TraceError
-from kvtax_fleet.trace.reuse import (
-    LruCache,
-    Reuse,
-    SessionNumbers,
-    batches,
-    prefix_keys,
-)
+from kvtax_fleet.trace.reuse import LruCache, Reuse, batches, prefix_keys
 
 SCHEMA = "kvtax.trace_stats/1"
 TOP_SESSIONS = 5
@@ -79,16 +73,13 @@ def describe(
 ) -> Stats:
     """Read a trace once and describe it, with a row for each of the `largest` sessions.
 
-    Memory: 50 to 80 bytes per request, 100 per session, 16 to 32 per distinct block,
-    and what the LRU cache takes.
-
     Raises TraceError: the trace is empty, or not what it should be.
     """
-    numbers, reuse = SessionNumbers(), Reuse()
+    numbers: dict[str, int] = {}  # of the sessions, in order of their first requests
+    reuse = Reuse()
     cache = LruCache(cache_blocks) if cache_blocks else None
     sessions, inputs, outputs = array("i"), array("i"), array("i")
     think_s = array("f")
-    names: list[str] = []  # of the sessions, in order of their first requests
     first: Request | None = None
     for batch in batches(requests):
         first = first or batch.requests[0]
@@ -96,13 +87,10 @@ def describe(
         inputs.extend(request.input_tokens for request in batch.requests)
         outputs.extend(request.output_tokens for request in batch.requests)
         think_s.extend(r.think_s for r in batch.requests if r.think_s is not None)
-        own = len(sessions)
-        session = numbers.of([request.session for request in batch.requests])
-        begun = np.flatnonzero(session == np.arange(own, own + len(session)))
-        names.extend(batch.requests[at].session for at in begun.tolist())
-        sessions.frombytes(session.tobytes())
+        own = [numbers.setdefault(r.session, len(numbers)) for r in batch.requests]
+        sessions.extend(own)
         keys = prefix_keys(batch.ids, batch.lengths)
-        reuse.add(keys, batch.lengths, session)
+        reuse.add(keys, batch.lengths, np.array(own))
         if cache:
             cache.add(keys, batch.lengths)
     if first is None:
@@ -117,7 +105,7 @@ def describe(
         think_s=np.frombuffer(think_s, np.float32),
         reuse=reuse,
         cache=cache,
-        names=names,
+        names=list(numbers),
         largest=largest,
     )
 

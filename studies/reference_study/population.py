@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make a trace like the 1,000 requests that the reference study sampled and replayed.
 
-`python -m studies.reference_study.sample` sets the study's figures beside these. One
-population, at the same rate at any time: sessions of one turn, most of whose prompts
-are new, and sessions that grow. The mean prompt, the cached share and the classes of
-the first 200 requests leave little room: with 24,000 new tokens on average, a quarter
-of the first prompts has more than 50,000, so these have few more, and so on in each
-class.
+`python -m studies.reference_study.sample` sets the study's figures beside these, and
+writes fleet/traces/study_sample.jsonl.xz. One population, at the same rate at any time:
+sessions of one turn, most of whose prompts are new, and sessions that grow. The mean
+prompt, the cached share and the classes of the first 200 requests leave little room:
+with 24,000 new tokens on average, a quarter of the first prompts has more than 50,000,
+so these have few more, and so on in each class.
 
 The study's authors call such a sample (whole sessions, by chance) invalid for reuse
 across sessions: of 52 % of the trace's blocks it shares 16 to 20 % (1e1e2e7).
@@ -17,32 +17,17 @@ ones; the seed shuffles who has which, when sessions begin, and how long they th
 
 from __future__ import annotations
 
-from os import PathLike
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
-from msgspec import Meta
+from kvtax_fleet.trace import Request
 from numpy.typing import NDArray
-
-from kvtax_fleet.trace import trace_file
-from kvtax_fleet.trace.request import Request
-from kvtax_fleet.trace.synth import (
-    Contexts,
-    Turns,
-    arrivals_s,
-    firsts,
-    lasts,
-    log_linear,
-    log_linear_tokens,
-    turn_numbers,
-)
 
 Points = tuple[tuple[float, float], ...]
 
-REQUESTS = 1_000
 DURATION_S = 7_200.0
 BLOCK_TOKENS = 64
+DECODE_TOKENS_PER_S = 50.0
 # Time for a turn, by which sessions of many turns begin earlier.
 TURN_S = 48.0
 # Shared by all first prompts.
@@ -106,60 +91,93 @@ GROUPS = (
 )
 
 
-class StudySample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The first `requests` of the sample."""
+class Turns(NamedTuple):
+    """One turn at each place; every column has the same length."""
 
-    requests: Annotated[
-        int, Meta(ge=1, le=REQUESTS, description="the first N of 1,000")
-    ] = REQUESTS
-    seed: Annotated[int, Meta(ge=0, description="equal seeds give equal traces")] = 42
+    session: NDArray[Any]
+    turn: NDArray[Any]
+    arrival_s: NDArray[Any]
+    think_s: NDArray[Any]
+    input_tokens: NDArray[Any]
+    output_tokens: NDArray[Any]
 
 
-def study_sample(shape: StudySample, out: str | PathLike[str]) -> dict[str, Any]:
-    """Write a trace to `out` in our own format; return its header.
+def sampled_requests(seed: int = 42) -> list[Request]:
+    """Make the 1,000 requests, in order of arrival; equal seeds give equal ones.
 
-    Raises TraceError: `out` cannot be written.
+    A prompt begins with the prompt of the turn before, and all begin alike.
     """
-    header = {
-        "requests": shape.requests,
-        "source": {
-            "made_by": "kvtax trace study-sample",
-            "shape": msgspec.to_builtins(shape),
-        },
-    }
-    trace_file.write_trace(out, header, sampled_requests(shape))
-    return header
-
-
-def sampled_requests(shape: StudySample) -> list[Request]:
-    """Make the requests, in order of arrival."""
-    rng = np.random.default_rng(shape.seed)
-    contexts = Contexts(SYSTEM_TOKENS // BLOCK_TOKENS, BLOCK_TOKENS)
-    return list(contexts.requests(_turns(rng)))[: shape.requests]
+    turns = _turns(np.random.default_rng(seed))
+    order = np.argsort(turns.arrival_s, kind="stable")
+    system = list(range(SYSTEM_TOKENS // BLOCK_TOKENS))
+    next_id = len(system)
+    prompts: dict[int, list[int]] = {}
+    requests = []
+    for values in zip(*(column[order].tolist() for column in turns), strict=True):
+        session, turn, arrival_s, think_s, input_tokens, output_tokens = values
+        blocks = input_tokens // BLOCK_TOKENS
+        known = prompts.get(session, system)[:blocks]
+        new = blocks - len(known)
+        prompts[session] = known + list(range(next_id, next_id + new))
+        next_id += new
+        requests.append(
+            Request(
+                arrival_s=arrival_s,
+                session=f"s{session}",
+                turn=turn,
+                input_tokens=input_tokens,
+                output_tokens=output_tokens,
+                hashes=prompts[session],
+                block_tokens=BLOCK_TOKENS,
+                think_s=think_s if turn else None,
+            )
+        )
+    return requests
 
 
 def _turns(rng: np.random.Generator) -> Turns:
     prompts = [prompt for group in GROUPS for prompt in _prompts(rng, group)]
     counts = np.array([len(each) for each in prompts])
     session = np.repeat(np.arange(len(prompts)), counts)
-    input_tokens = np.concatenate(prompts)
     output_tokens = _evenly(rng, OUTPUT_TOKENS, len(session))
     think_s = np.round(log_linear(THINK_S, _places(rng, len(session))), 3)
-    blocks = input_tokens // BLOCK_TOKENS
-    kept = np.append(0, blocks[:-1])
-    kept[firsts(session)] = 0
     return Turns(
         session=session,
-        turn=turn_numbers(session),
-        arrival_s=arrivals_s(session, _begins_s(rng, counts), output_tokens, think_s),
+        turn=sum_within(session, np.ones(len(session), np.int64)) - 1,
+        arrival_s=_arrivals_s(session, _begins_s(rng, counts), output_tokens, think_s),
         think_s=think_s,
-        input_tokens=input_tokens,
+        input_tokens=np.concatenate(prompts),
         output_tokens=output_tokens,
-        blocks=blocks,
-        kept=kept,
-        shares_system=np.ones(len(session), bool),
-        last=lasts(session),
     )
+
+
+def _arrivals_s(
+    session: NDArray[Any],
+    begins_s: NDArray[Any],
+    output_tokens: NDArray[Any],
+    think_s: NDArray[Any],
+) -> NDArray[Any]:
+    """Compute when turns are sent: a think time after the answer before was decoded.
+
+    `begins_s` has a time for each session.
+    """
+    waited_s = think_s.copy()
+    waited_s[1:] += output_tokens[:-1] / DECODE_TOKENS_PER_S
+    waited_s[firsts(session)] = begins_s
+    return np.round(sum_within(session, waited_s), 3)
+
+
+def firsts(session: NDArray[Any]) -> NDArray[Any]:
+    """Find the places of the sessions' first turns."""
+    return np.flatnonzero(np.diff(session, prepend=-1))
+
+
+def sum_within(session: NDArray[Any], values: NDArray[Any]) -> NDArray[Any]:
+    """Compute running sums that begin anew with each session."""
+    first = firsts(session)
+    sums = np.cumsum(values)
+    before = sums[first] - values[first]
+    return sums - np.repeat(before, np.diff(np.append(first, len(session))))
 
 
 def _begins_s(rng: np.random.Generator, counts: NDArray[Any]) -> NDArray[Any]:
@@ -204,7 +222,13 @@ def _power(way: NDArray[Any], mean: float) -> float:
 
 def _evenly(rng: np.random.Generator, points: Points, count: int) -> NDArray[Any]:
     """Spread lengths evenly over the quantiles, in an order by chance."""
-    return log_linear_tokens(points, _places(rng, count))
+    return np.rint(log_linear(points, _places(rng, count))).astype(np.int64)
+
+
+def log_linear(points: Points, at: NDArray[Any]) -> NDArray[Any]:
+    """Interpolate the quantile function through (share, value), log-linearly."""
+    shares, values = zip(*points, strict=True)
+    return np.exp(np.interp(at, shares, np.log(values)))
 
 
 def _places(rng: np.random.Generator, count: int) -> NDArray[Any]:
