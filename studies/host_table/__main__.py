@@ -17,12 +17,6 @@ from typing import Any
 import msgspec
 import numpy as np
 from kvtax_fleet.records.host_times import StepTime, StepTimes
-from kvtax_fleet.simulate.measure_host import (
-    BLOCK_TOKENS,
-    HELD_TOKENS,
-    LONG_BATCH,
-    host_steps,
-)
 
 from benchmarks.results import Variant, engines
 from kvtax.axes.matrix import RESULTS as CELLS
@@ -32,6 +26,7 @@ from kvtax.report.markdown import table
 from kvtax.stats import Estimate
 from kvtax.stats.quantiles import median_of_passes
 from studies.harness import main, publish
+from studies.host_table.host import BLOCK_TOKENS, HELD_TOKENS, LONG_BATCH, host_steps
 from studies.host_table.worker import PROFILE
 
 HELD_BATCH = 8

@@ -1,82 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rooflines, and comparisons that are refused."""
+"""Doubts, and comparisons that are refused."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fleet.tests.analyze.analyze_runs import Truth, analysed, write_run
-from kvtax.cli import Exit, main
 
 from kvtax_fleet.analyze.arm_runs import read_run
 from kvtax_fleet.analyze.fleet_warnings import REMEDIES
 from kvtax_fleet.analyze.refusals import found_warm, refusals
-from kvtax_fleet.analyze.roofline import (
-    Gpu,
-    HardwareError,
-    Model,
-    forward_parts_us,
-)
-
-QWEN = Model.read("qwen3-coder-30b-a3b")
-DENSE = {
-    "num_hidden_layers": 2,
-    "hidden_size": 8,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 4,
-    "intermediate_size": 16,
-    "vocab_size": 10,
-}
+from kvtax_fleet.analyze.what_if import ModelError, kv_bytes_per_token
 
 
-def test_weights_are_those_of_the_model_card() -> None:
-    """Qwen3-Coder-30B-A3B: 30.5 billion weights, 3.3 billion of them active."""
-    total = QWEN.shared + QWEN.experts * QWEN.expert + 2 * QWEN.head
-    assert total == pytest.approx(30.5e9, rel=0.005)
-    assert QWEN.active + 2 * QWEN.head == pytest.approx(3.3e9, rel=0.02)
-    assert QWEN.kv_bytes_per_token == 98_304
-
-
-def test_a_dense_model_by_hand() -> None:
-    model = Model.of(DENSE)
-    # Q and O: 8 x 8 each, K and V: 8 x 4 each; three matrices of 8 x 16.
-    assert model.shared == 2 * (2 * 64 + 2 * 32 + 3 * 128)
-    assert model.active == model.shared
-    assert model.weight_bytes(1) == model.weight_bytes(99) == 2 * (model.shared + 80)
-    assert model.kv_bytes_per_token == 2 * 2 * 1 * 4 * 2
-
-
-def test_the_parts_of_a_forward_by_hand() -> None:
-    model, gpu = Model.of(DENSE), Gpu("x", 1, 2, "")
-    weights, token, pair, context = forward_parts_us(model, gpu, batch=8).values()
-    assert weights == pytest.approx(model.weight_bytes(8) / 2e6)
-    assert token == pytest.approx(2 * model.shared / 1e6)
-    # Each pair of a query and a key: 4 x layers x heads x head size.
-    assert pair == pytest.approx(4 * 2 * 2 * 4 / 1e6)
-    assert context == pytest.approx(model.kv_bytes_per_token / 2e6)
-
-
-def test_experts_read_grow_with_the_batch_up_to_all() -> None:
-    read = [QWEN.weight_bytes(n) for n in (1, 8, 64, 100_000)]
-    assert read == sorted(read)
-    one = QWEN.shared + QWEN.experts_per_token * QWEN.expert + QWEN.head
-    assert read[0] == pytest.approx(2 * one)
-    every = QWEN.shared + QWEN.experts * QWEN.expert + QWEN.head
-    assert read[-1] == pytest.approx(2 * every)
-
-
-def test_the_roofline_is_printed_and_unknown_names_are_refused(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["fleet", "roofline", "--gpu", "h200"]) == 0
-    assert "4.8 TB/s" in capsys.readouterr().out
-    assert main(["fleet", "roofline", "--gpu", "abacus"]) == Exit.BAD_INPUT
-    assert "h20, h100" in capsys.readouterr().err
-    with pytest.raises(HardwareError, match="no such model"):
-        Model.read("no such model")
+def test_a_token_s_kv_is_that_of_the_model_card(tmp_path: Path) -> None:
+    """Qwen3-Coder-30B-A3B: 48 layers, 4 heads of 128, key and value, 2 bytes each."""
+    assert kv_bytes_per_token("qwen3-coder-30b-a3b") == 98_304
+    config = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert kv_bytes_per_token(str(tmp_path / "config.json")) == 2 * 2 * 32 * 2
+    with pytest.raises(ModelError, match="no such model"):
+        kv_bytes_per_token("no such model")
 
 
 def pair(folder: Path, **worse) -> list:

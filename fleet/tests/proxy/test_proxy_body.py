@@ -241,9 +241,18 @@ def test_of_turns_that_end_alike_the_last_ones_are_kept():
     assert found[0] not in names
 
 
+SHARED, SHARED_BLOCKS = 2**62, 150
+
+
 def whole_blocks(file: Path) -> Iterator[Request]:
-    """What follows the last whole block is new in each turn of a trace's prompts."""
-    for request in read_trace(file, share_prefix=True):
+    """What follows the last whole block is new in each turn of a trace's prompts.
+
+    All begin with the same tools and system prompt.
+    """
+    for request in read_trace(file):
+        shared = [SHARED + place for place in range(SHARED_BLOCKS)]
+        hashes = [*shared, *request.hashes[SHARED_BLOCKS:]][: len(request.hashes)]
+        request = msgspec.structs.replace(request, hashes=hashes)
         whole = min(len(request.hashes) * request.block_tokens, request.input_tokens)
         if whole:
             yield msgspec.structs.replace(request, input_tokens=whole)

@@ -18,11 +18,11 @@ from kvtax.records.files import read_document
 from kvtax.records.observatory_cell import CellRecord, keep_cell
 from kvtax.records.requests import EngineRequest, EngineRequestHeader
 from kvtax.records.steps import EngineHeader, EngineStep
+from studies.host_table.host import step_times, write_host_times
 
 from kvtax_fleet.paths import CONFIGS
 from kvtax_fleet.records.host_times import HostTimes, StepTime, StepTimes
 from kvtax_fleet.simulate.fit_forward import fitted_table
-from kvtax_fleet.simulate.measure_host import step_times, write_host_times
 
 FORWARD = Forward(6600, us_per_token=74, us_per_context_token=0.0088)
 BUDGET_TOKENS = 2048

@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 
 from kvtax_fleet.trace import Request, TraceError, read_trace, write_trace
 from kvtax_fleet.trace.prompts import prompt
-from kvtax_fleet.trace.sessions import FIRST_SHARED_ID
 
 pytestmark = pytest.mark.usefixtures("signals")
 
@@ -181,33 +180,6 @@ def test_ids_of_a_session_mean_something_in_it_alone(tmp_path):
         ids[request.session[0]].update(request.hashes)
     assert ids["a"].isdisjoint(ids["b"])
     assert (len(ids["a"]), len(ids["b"])) == (6, 2)
-
-
-def test_prompts_of_equal_length_are_shared_on_request(tmp_path):
-    other = {**SESSION_B, "id": "c", "system_tokens": 41}
-    path = put(tmp_path / "t", SESSION, SESSION_B, other)
-    hashes: dict[str, list[list[int]]] = {}
-    for request in read_trace(path, share_prefix=True):
-        hashes.setdefault(request.session, []).append(request.hashes)
-    shared = hashes["b"][0][:2]  # 140 tokens are two whole blocks
-    assert shared == [FIRST_SHARED_ID, FIRST_SHARED_ID + 1]
-    assert [turn[:2] for turn in hashes["a"]] == [shared] * 3
-    assert hashes["a"][1][2] == hashes["a"][2][2] < FIRST_SHARED_ID
-    assert set(hashes["c"][0]).isdisjoint(shared)
-    assert hashes["a.explore"][0][0] not in shared
-
-
-def test_a_sub_agent_that_begins_like_its_session_has_the_same_blocks(tmp_path):
-    agent = {
-        "t": 3,
-        "type": "subagent",
-        "tool_tokens": 192,
-        "requests": [{"t": 0, "type": "n", "in": 192, "out": 1, "hash_ids": [1, 2, 9]}],
-    }
-    session = {**SESSION, "requests": [SESSION["requests"][0], agent]}
-    parent, child = read_trace(put(tmp_path / "t", session), share_prefix=True)
-    assert child.hashes[:2] == parent.hashes
-    assert child.hashes[2] < FIRST_SHARED_ID
 
 
 @pytest.mark.parametrize("tokens", [16, 48])

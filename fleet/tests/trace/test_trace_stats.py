@@ -62,13 +62,6 @@ def test_a_cache_of_all_distinct_blocks_hits_what_an_infinite_one_does(capsys):
     assert 0 < half["apc_lru"] < full["apc_lru"]
 
 
-def test_sharing_prompts_moves_nothing_but_first_turns(capsys):
-    alone, shared = stats(capsys, LE62K), stats(capsys, LE62K, "--share-prefix")
-    assert shared["intra_session_reuse"] == alone["intra_session_reuse"]
-    assert shared["cross_session_reuse"] > 0
-    assert shared["distinct_blocks"] < alone["distinct_blocks"]
-
-
 def test_turns_growth_and_shares_are_those_of_the_sessions(tmp_path, capsys):
     sessions = {f"s{n}": [(n, 4)] for n in range(6)}
     sessions["long"] = [(0.5, 5), (2.5, 9), (7.5, 16)]

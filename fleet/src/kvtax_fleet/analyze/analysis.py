@@ -54,13 +54,13 @@ from kvtax_fleet.analyze.request_tables import (
     outcomes,
     workload,
 )
-from kvtax_fleet.analyze.roofline import Model
 from kvtax_fleet.analyze.substrate import Layer, SubstrateChain, layer_of, substrate
 from kvtax_fleet.analyze.what_if import (
     Disagreement,
     Link,
     MigrationRule,
     disagreements,
+    kv_bytes_per_token,
     migrations,
 )
 from kvtax_fleet.records.arm import OUR_PROXY, ArmRecord
@@ -239,9 +239,9 @@ def names(run: ArmRun) -> list[str]:
 def analyse(runs: list[ArmRun], model: str, bandwidth_gbit_s: float) -> Analysis:
     """Analyse every arm and repeat of one run.
 
-    Raises RecordsError, HardwareError and ConfigError.
+    Raises RecordsError, ModelError and ConfigError.
     """
-    link = Link(Model.read(model).kv_bytes_per_token, bandwidth_gbit_s)
+    link = Link(kv_bytes_per_token(model), bandwidth_gbit_s)
     # A run that failed does not show what its arm does: it is counted, and no more.
     finished = [run for run in runs if run.info.status == "ok"]
     everything, requests = requests_frame(runs), requests_frame(finished)

@@ -31,10 +31,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         ("launch", "start a fleet, or check a running one", _add_launch, _launch),
         ("replay", "send a trace to a server", _add_replay, _replay),
         ("analyze", "write the report of a run again", _add_analyze, _analyze),
-        ("roofline", "a profile's forward by roofline", _add_roofline, _roofline),
         ("decide", "decide recorded snapshots by another policy", _add_decide, _decide),
         ("forward", "fit a profile's forward to your GPU", _add_forward, _forward),
-        ("host", "measure a host for simulations", _add_host, _host),
     ):
         subparser = actions.add_parser(
             name,
@@ -260,51 +258,4 @@ def _forward(arguments: argparse.Namespace) -> int:
     from kvtax_fleet.simulate.fit_forward import fitted_table
 
     print(fitted_table(arguments.records))
-    return Exit.GOOD
-
-
-def _add_host(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("out", type=Path, metavar="FILE", help="file of fleet/configs/hosts/ to write")
-    add(
-        "--cells",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="cells of kvtax axes, of one release: the time per step",
-    )
-    add(
-        "--requests",
-        type=Path,
-        metavar="RUN_DIR",
-        help="a run in real time: the time per request outside of the engine "
-        "(default: none)",
-    )
-    add("--summary", required=True, help="which host this is")
-
-
-def _host(arguments: argparse.Namespace) -> int:
-    """Write a file of configs/hosts/: the time of a host per step and per request."""
-    from kvtax_fleet.simulate.measure_host import write_host_times
-
-    given = arguments.summary, arguments.cells, arguments.requests
-    times = write_host_times(arguments.out, *given)
-    print(f"wrote {arguments.out}: {', '.join(times.steps)}")
-    return Exit.GOOD
-
-
-def _add_roofline(parser: argparse.ArgumentParser) -> None:
-    add_model(parser, "")
-    parser.add_argument(
-        "--gpu",
-        default="h20",
-        help="a name in kvtax_fleet/analyze/gpus.toml (default: %(default)s)",
-    )
-
-
-def _roofline(arguments: argparse.Namespace) -> int:
-    """Print lower bounds of a forward's parts, by FLOP and memory bandwidth."""
-    from kvtax_fleet.analyze.roofline import Model, forward_text, read_gpu
-
-    print(forward_text(Model.read(arguments.model), read_gpu(arguments.gpu)))
     return Exit.GOOD

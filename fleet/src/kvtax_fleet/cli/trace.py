@@ -65,7 +65,6 @@ def _stats(arguments: argparse.Namespace) -> None:
         format=arguments.format,
         block_tokens=arguments.block_tokens,
         session_interval_s=arguments.session_interval_s,
-        share_prefix=arguments.share_prefix,
         chars_per_token=arguments.chars_per_token,
         tokenizer=arguments.tokenizer,
         time_unit=arguments.time_unit,
@@ -137,11 +136,6 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="sessions format: seconds from a session's start to the next one's "
         f"(default: {SESSION_INTERVAL_S:g})",
-    )
-    parser.add_argument(
-        "--share-prefix",
-        action="store_true",
-        help="sessions format: tool and system prompts of equal lengths are equal",
     )
 
 

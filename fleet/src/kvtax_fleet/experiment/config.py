@@ -25,12 +25,11 @@ from kvtax_fleet.paths import CONFIGS
 from kvtax_fleet.policies import POLICIES, PolicyError, parameters_of
 from kvtax_fleet.records.arm import OUR_PROXY
 from kvtax_fleet.records.instances import Role
-from kvtax_fleet.trace.sessions import FIRST_SHARED_ID
 
 # Distance between the block ids of two copies. Traces count ids up from 0, in sessions
-# of 2^32 at most; ids from FIRST_SHARED_ID on are the same in all sessions.
+# of 2^32 at most; ids are below 2^63.
 ID_STRIDE = 2**53
-MOST_COPIES = FIRST_SHARED_ID // ID_STRIDE
+MOST_COPIES = 2**63 // ID_STRIDE
 # Programs that follow the instances' KV events, by an arm's `cache_state`.
 INDEXES = {"exact": KVINDEXD, "llm-d": LLMD_LOOKUP}
 

@@ -16,7 +16,6 @@ from kvtax_fleet.experiment.config import ID_STRIDE, Workload
 from kvtax_fleet.paths import FLEET
 from kvtax_fleet.records.arm import TraceFacts
 from kvtax_fleet.trace import Request, TraceError, read_trace, write_trace
-from kvtax_fleet.trace.sessions import FIRST_SHARED_ID
 
 
 def make_workload(
@@ -85,8 +84,6 @@ def _copied(session: Iterable[Request], copy: int) -> Iterator[Request]:
 
 def _other_id(block: int, copy: int) -> int:
     """Move a block id to a copy's ids. Raises TraceError if there is no room."""
-    if block >= FIRST_SHARED_ID:
-        return block
     if block >= ID_STRIDE:
         raise TraceError(f"block id {block} is too large for `copies`: leave them out")
     return block + copy * ID_STRIDE

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times of a host per step and per request, as measured.
 
-`kvtax fleet host` makes fleet/configs/hosts/*.json.
+`python -m studies.host_table.host` makes fleet/configs/hosts/*.json.
 """
 
 from __future__ import annotations

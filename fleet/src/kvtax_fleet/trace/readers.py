@@ -53,7 +53,6 @@ def read_trace(
     format: str | None = None,
     block_tokens: int | None = None,
     session_interval_s: float = sessions.SESSION_INTERVAL_S,
-    share_prefix: bool = False,
     chars_per_token: float = CHARS_PER_TOKEN,
     tokenizer: str | PathLike[str] | None = None,
     time_unit: str | None = None,
@@ -62,7 +61,7 @@ def read_trace(
     """Yield the requests of a trace file, plain or packed, in order of arrival.
 
     `block_tokens` is for the formats that do not name it, `mooncake`, `bailian` and
-    `log`; `session_interval_s` and `share_prefix` are for `sessions`: see sessions.py.
+    `log`; `session_interval_s` is for `sessions`: see sessions.py.
     `time_unit`, s or ms, is for `mooncake`; None is ms, and an error where rows look
     like seconds. `chars_per_token` and `tokenizer` are for `log`: see log_prompt.py. So
     is `left_out`, which counts the lines that are no requests by reason; without it,
@@ -98,9 +97,7 @@ def read_trace(
         tokens = Tokens(chars_per_token, tokenizer)
         requests = log.read(lines, tokens, block_tokens or log.BLOCK_TOKENS)
     elif format == "sessions":
-        yield from sessions.read(
-            lines, interval_s=session_interval_s, share_prefix=share_prefix
-        )
+        yield from sessions.read(lines, interval_s=session_interval_s)
         return
     else:
         raise TraceError(f"format {format!r} is none of {', '.join(FORMATS)}")

@@ -27,8 +27,6 @@ from kvtax_fleet.trace.request import Count, Positive, Request, Seconds, length_
 from kvtax_fleet.trace.trace_file import Lines
 
 SESSION_INTERVAL_S = 60.0
-# Above all ids of lines: 2^30 lines of 2^32 ids.
-FIRST_SHARED_ID = 1 << 62
 
 LocalHash = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 
@@ -44,8 +42,6 @@ class Call(msgspec.Struct):
     api_time: Seconds | None = None
     think_time: Seconds | None = None
     agent_id: str | None = None
-    tool_tokens: Count = 0
-    system_tokens: Count = 0
     requests: list[Call] = []
 
 
@@ -56,8 +52,6 @@ class Session(msgspec.Struct):
     block_size: Positive
     hash_id_scope: str
     requests: list[Call]
-    tool_tokens: Count = 0
-    system_tokens: Count = 0
 
 
 class _Turn(NamedTuple):
@@ -72,21 +66,14 @@ class _Turn(NamedTuple):
 _SESSION = msgspec.json.Decoder(Session)
 
 
-def read(
-    lines: Lines,
-    *,
-    interval_s: float = SESSION_INTERVAL_S,
-    share_prefix: bool = False,
-) -> Iterator[Request]:
+def read(lines: Lines, *, interval_s: float = SESSION_INTERVAL_S) -> Iterator[Request]:
     """Yield the requests of a trace in order of arrival; sub-agents are sessions, too.
 
-    With `share_prefix`, sessions (and sub-agents) whose tool and system prompts have
-    equal lengths share the whole blocks of these prompts: the trace does not tell, its
-    users declare. Memory: the sessions under way.
+    Memory: the sessions under way.
 
     Raises TraceError: a session is not what it says.
     """
-    parser = _Parser(lines, share_prefix)
+    parser = _Parser(lines)
     waiting: list[_Turn] = []
     order = itertools.count()
     for number, session in enumerate(lines.read(_SESSION)):
@@ -108,9 +95,9 @@ def _due(waiting: list[_Turn]) -> Request:
 class _Parser:
     """Parser of lines; checks what must agree between them."""
 
-    def __init__(self, lines: Lines, share_prefix: bool) -> None:
+    def __init__(self, lines: Lines) -> None:
         self._lines = lines
-        self._ids = _Ids(share_prefix)
+        self._next_id = 0  # the first that no line above has
         self._names: set[str] = set()
         self._block_tokens: int | None = None
 
@@ -119,7 +106,7 @@ class _Parser:
     ) -> Iterator[tuple[Request, NDArray[Any]]]:
         """Yield the requests of a session and its sub-agents, with their ids."""
         self._check(session)
-        self._ids.next_line()
+        base = self._next_id
         agents: list[tuple[str, str | None, float, Session | Call]] = [
             (session.id, None, start_s, session)
         ]
@@ -129,8 +116,6 @@ class _Parser:
                 raise self._lines.error(f"session {name!r} is there twice: rename one")
             self._names.add(name)
             calls = [call for call in agent.requests if call.type != "subagent"]
-            if calls:
-                self._ids.next_agent(agent, calls[0], session.block_size)
             for turn, call in enumerate(calls):
                 before = calls[turn - 1] if turn else None
                 self._check_call(session, name, before, call)
@@ -145,7 +130,9 @@ class _Parser:
                     think_s=_think_s(before, call),
                     parent=parent,
                 )
-                yield request, self._ids.of(call)
+                hashes = np.array(call.hash_ids, np.int64) + base
+                self._next_id = max(self._next_id, int(hashes.max(initial=-1)) + 1)
+                yield request, hashes
             for number, call in enumerate(agent.requests):
                 if call.type == "subagent":
                     nested = f"{name}.{call.agent_id or number}"
@@ -187,42 +174,3 @@ def _think_s(before: Call | None, call: Call) -> float | None:
     if before.api_time is not None and call.think_time is not None:
         return call.think_time
     return max(0.0, call.t - before.t - (before.api_time or 0.0))
-
-
-class _Ids:
-    """Maps a line's block ids to ids of the whole trace."""
-
-    def __init__(self, share_prefix: bool) -> None:
-        self._share_prefix = share_prefix
-        self._next = 0  # the first id not given yet
-        self._base = 0  # what this line's ids count from
-        self._next_shared = FIRST_SHARED_ID
-        self._prompts: dict[tuple[int, int], range] = {}  # shared ids, by lengths
-        self._shared: dict[int, int] = {}  # by this line's ids
-
-    def next_line(self) -> None:
-        self._base = self._next
-        self._shared.clear()
-
-    def next_agent(self, agent: Session | Call, first: Call, block_tokens: int) -> None:
-        """Let the agent's first blocks be those of all agents with such a prompt."""
-        blocks = (agent.tool_tokens + agent.system_tokens) // block_tokens
-        leading = first.hash_ids[:blocks]
-        # A sub-agent that begins like its parent has the parent's blocks there.
-        if not self._share_prefix or not leading or leading[0] in self._shared:
-            return
-        lengths = (agent.tool_tokens, agent.system_tokens)
-        if lengths not in self._prompts:
-            begin, self._next_shared = self._next_shared, self._next_shared + blocks
-            self._prompts[lengths] = range(begin, self._next_shared)
-        self._shared.update(zip(leading, self._prompts[lengths], strict=False))
-
-    def of(self, call: Call) -> NDArray[Any]:
-        result = np.array(call.hash_ids, np.int64) + self._base
-        if result.size:
-            self._next = max(self._next, int(result.max()) + 1)
-        for position, local in enumerate(call.hash_ids if self._shared else ()):
-            if local not in self._shared:
-                break
-            result[position] = self._shared[local]
-        return result

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from kvtax.report.markdown import table
 from numpy.typing import NDArray
 
 from kvtax_fleet.trace.request import Request, TraceError
@@ -294,29 +295,30 @@ def markdown(stats: Stats) -> str:
         facts[f"APC, LRU cache of {stats.cache_blocks:,} blocks"] = _percent(
             stats.apc_lru
         )
-    lines = [f"# {stats.source}", "", "| | |", "|---|---:|"]
-    lines += [f"| {name} | {value} |" for name, value in facts.items()]
-    lines += ["", f"| | {' | '.join(COLUMNS)} |", "|---" + "|---:" * len(COLUMNS) + "|"]
-    lines += [f"| {name} | {_row(spread)} |" for name, spread in spreads.items()]
-    return "\n".join([*lines, "", *_sessions(stats.largest_sessions)]) + "\n"
+    parts = [
+        f"# {stats.source}",
+        table(["", ""], [[name, value] for name, value in facts.items()]),
+        table(
+            ["", *COLUMNS], [[name, *_row(spread)] for name, spread in spreads.items()]
+        ),
+        table(
+            ["largest sessions", *SESSION_COLUMNS],
+            [_session(row) for row in stats.largest_sessions],
+        ),
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
-def _sessions(rows: list[SessionRow]) -> list[str]:
-    """Format the table of sessions; tokens."""
-    head = f"| largest sessions | {' | '.join(SESSION_COLUMNS)} |"
-    lines = [head, "|---" + "|---:" * len(SESSION_COLUMNS) + "|"]
-    for row in rows:
-        name, *values = msgspec.structs.astuple(row)
-        cells = " | ".join(f"{value:,}" for value in values)
-        lines.append(f"| {name.replace('|', '/')} | {cells} |")
-    return lines
+def _session(row: SessionRow) -> list[str]:
+    name, *values = msgspec.structs.astuple(row)
+    return [name.replace("|", "/"), *(f"{value:,}" for value in values)]
 
 
-def _row(spread: Spread | None) -> str:
+def _row(spread: Spread | None) -> list[str]:
     if spread is None:
-        return " | ".join(["0", *["-"] * (len(COLUMNS) - 1)])
+        return ["0", *["-"] * (len(COLUMNS) - 1)]
     rest = (f"{getattr(spread, name):,.1f}" for name in COLUMNS[1:])
-    return " | ".join([f"{spread.n:,}", *rest])
+    return [f"{spread.n:,}", *rest]
 
 
 def _percent(share: float) -> str:

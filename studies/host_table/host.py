@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure a host for fleet/configs/hosts/: its time per step and per request.
+"""Write a file of fleet/configs/hosts/: the time of a host per step and per request.
 
 Steps: from the cells of `kvtax axes`, in which an engine is alone on its core. Along
 each axis of a cell, a line through the medians of its passes. The forward of these
@@ -11,18 +11,11 @@ met an idle engine count: others waited for the end of a step.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from kvtax.records import RecordsError
-from kvtax.records.files import write_document
-from kvtax.records.observatory_cell import CellRecord, read_cells
-from kvtax.records.requests import ids_of_completion, read_engine_requests
-from kvtax.records.steps import EngineHeader
-from kvtax.stats.distribution import Floats
-from kvtax.steps.step_file import read_steps
-
 from kvtax_fleet.analyze.arm_runs import read_arm
 from kvtax_fleet.records.host_times import (
     HostTimes,
@@ -32,6 +25,15 @@ from kvtax_fleet.records.host_times import (
     StepTimes,
 )
 
+from kvtax.records import RecordsError
+from kvtax.records.files import write_document
+from kvtax.records.observatory_cell import CellRecord, read_cells
+from kvtax.records.requests import ids_of_completion, read_engine_requests
+from kvtax.records.steps import EngineHeader
+from kvtax.stats.distribution import Floats
+from kvtax.steps.step_file import read_steps
+from studies.harness import main
+
 # Share of the requests that count; the slowest tenth met something else.
 USUAL = 0.9
 # Requests that decode on the axis `context`, whose levels are tokens of each.
@@ -39,6 +41,35 @@ LONG_BATCH = 4
 # Tokens of each request on the axis `running`.
 HELD_TOKENS = 64
 BLOCK_TOKENS = 16
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the file to write, and what it is made of."""
+    add = parser.add_argument
+    add("out", type=Path, metavar="FILE", help="file of fleet/configs/hosts/ to write")
+    add("--summary", required=True, help="which host this is")
+    add(
+        "--cells",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="cells of kvtax axes, of one release: the time per step",
+    )
+    add(
+        "--requests",
+        type=Path,
+        metavar="RUN_DIR",
+        help="a run in real time: the time per request outside of the engine "
+        "(default: none)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the file. Returns the exit code. Raises RecordsError."""
+    given = arguments.summary, arguments.cells, arguments.requests
+    times = write_host_times(arguments.out, *given)
+    print(f"wrote {arguments.out}: {', '.join(times.steps)}")
+    return 0
 
 
 def write_host_times(
@@ -145,3 +176,7 @@ def _line(prompt_tokens: Floats, us: Floats) -> RequestTime:
     return RequestTime(
         round(max(0.0, float(base)), 1), round(max(0.0, float(slope)), 2)
     )
+
+
+if __name__ == "__main__":
+    main("host_table.host", __doc__, configure, run)
