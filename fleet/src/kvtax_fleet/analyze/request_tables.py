@@ -199,14 +199,6 @@ def latency_table(requests: pl.DataFrame, draws: SessionDraws) -> dict[str, Late
     return table
 
 
-def best_window(latency: Latency) -> tuple[str, dict[str, LatencyEntry]]:
-    """Return an arm's steady window if it has one, else all of it; {} without any."""
-    for window in WINDOWS:
-        if window in latency:
-            return window, latency[window]
-    return "all", {}
-
-
 def _in_window(requests: pl.DataFrame, window: str) -> pl.DataFrame:
     return requests if window == "all" else requests.filter(pl.col("window") == window)
 
