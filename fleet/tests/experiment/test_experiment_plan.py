@@ -297,7 +297,7 @@ WRONG_FILES = {
         for value in values
     },
     "too many copies": (
-        BASE.replace("[workload]", "[workload]\ncopies = 513").encode(),
+        BASE.replace("[workload]", "[workload]\ncopies = 1025").encode(),
         "copies",
     ),
 }
