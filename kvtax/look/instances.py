@@ -81,10 +81,16 @@ def without_outside_calls(steps: pl.DataFrame) -> OutsideCalls:
     outside = np.zeros(us.shape, bool)
     is_start = [_method(name).rpartition(".")[2] in START_METHODS for name in methods]
     outside[0] = is_start & (us[0] > 0)
+    fit: set[str] = set()  # sides whose calls fit: they still do with fewer calls
     for side in (name.partition(".")[0] for name in methods):
+        if side in fit:
+            continue
         kept_us = np.where(outside, 0, us)
         kept = some.with_columns(pl.DataFrame(kept_us, methods).get_columns())
         over = np.flatnonzero(_excess_us(kept, side) > ROUNDING_US)
+        if not over.size:
+            fit.add(side)
+            continue
         may_be = [
             m.startswith(side) and _method(m) not in IN_EACH_STEP for m in methods
         ]

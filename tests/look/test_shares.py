@@ -13,6 +13,7 @@ import polars as pl
 import pytest
 from rich.console import Console
 
+from kvtax.look import instances
 from kvtax.look.discover import common_clock, discover
 from kvtax.look.instance_summary import Cost, cost, felt, parts_of_requests
 from kvtax.look.instances import read_instances
@@ -97,6 +98,24 @@ def test_calls_between_two_steps_are_in_no_share(tmp_path):
     after = cost_of(server.write())
     assert after.connector.share == pytest.approx(before.connector.share)
     assert after.between_us == {"scheduler.request_finished": pytest.approx(50_000)}
+
+
+def test_a_call_of_each_of_many_methods_is_looked_for_outside_once(
+    tmp_path, monkeypatch
+):
+    looks = []
+
+    def counted(steps: pl.DataFrame, side: str):
+        looks.append(side)
+        return excess_us(steps, side)
+
+    excess_us = instances._excess_us
+    monkeypatch.setattr(instances, "_excess_us", counted)
+    server = served(tmp_path / "records")
+    for number, step in enumerate(server.steps[:40]):
+        step["connector_self_us"][f"method_{number}"] = 0.1
+    cost_of(server.write())
+    assert len(looks) <= 8
 
 
 def of_ranks(server: Server, kind: str) -> Path:
