@@ -138,8 +138,10 @@ class Profile(ProfileRecord, forbid_unknown_fields=True, frozen=True, kw_only=Tr
             if share == 1.0:
                 # Blocks that are counted twice, and what a request holds meanwhile.
                 target += 2 * blocks_of_prompt
-            # What holds leave behind is no reason to begin anew.
-            reset = target < filled - blocks_of_prompt
+            # What holds leave behind is no reason to begin anew, but at the empty
+            # level, where it is as much as the level, which is soon made again.
+            is_empty = not share and hold.decoders == ladder.decoders
+            reset = target < filled - (0 if is_empty else blocks_of_prompt)
             filled = 0 if reset else filled
             requests = max(round((target - filled) / blocks_of_prompt), 0)
             place = (number, hold.level, hold.decoders)

@@ -291,7 +291,9 @@ def _newest(matrix: Matrix, cells: Cells) -> Table:
 def _without_requests(cell: CellRecord) -> str:
     if cell.idle is None:
         return DASH
-    return f"{cell.idle.cpu_ms_per_s:.1f} ms, {cell.idle.steps_per_s:.0f} steps"
+    # Clocks of threads that slept differ by less than nothing.
+    cpu_ms = max(cell.idle.cpu_ms_per_s, 0.0)
+    return f"{cpu_ms:.1f} ms, {cell.idle.steps_per_s:.0f} steps"
 
 
 def _ends(cell: CellRecord, axis: str) -> str:

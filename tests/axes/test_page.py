@@ -84,8 +84,9 @@ def test_the_short_page_has_a_row_per_connector_of_the_newest_release():
     text = render.markdown(summary_page(MATRIX, cells))
     assert "| 3.3 ms, 12 steps |" in text
     newest = text[text.index("## Each axis on 0.32.0") :]
+    newest = newest[: newest.index("\n## ")]
     assert "| `mooncake_both` |" in newest and "**" in newest
-    assert "| `noop` | " not in newest[: newest.index("## What does not start")]
+    assert "| `noop` | " not in newest
 
 
 def test_a_cell_beside_a_no_op_leads_with_the_ratio_of_their_steps():

@@ -227,7 +227,7 @@ AS_NOBODY = [
 # The doors that need no copy of vLLM; their servers run as nobody, if they may.
 OF_NOBODY = ("plugin", "run")
 # Where anybody may write.
-OPEN = ("/tmp", "/var/tmp", "/dev/shm")
+OPEN = {"/tmp", "/var/tmp", "/dev/shm", tempfile.gettempdir()}
 
 
 @dataclass
