@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from kvtax import patcher
@@ -21,20 +22,22 @@ def build_overlay(
     """Make `folder` an overlay for PYTHONPATH; return the hash of each patch in it.
 
     Packages are those `installed` (by default for the Python that runs this), or the
-    one in the folder `vllm`. A patch is left out where the release needs none, as is a
-    parameter that no patch has. Raises patcher.BlockPatchError if a patch is unknown or
-    does not fit, ModuleNotFoundError if its package is missing.
+    one in the folder `vllm`. A patch is left out where the release needs none, or where
+    its package, other than vLLM, is not installed, as is a parameter that no patch has.
+    Raises patcher.BlockPatchError if a patch is unknown or does not fit,
+    ModuleNotFoundError if there is no vLLM.
     """
     own = installed or installation()
     patches = named_patches(patch_names)
-    trees = {
-        package: patcher.Tree(
-            vllm if vllm and package == "vllm" else own.package(package), only_read=True
-        )
-        for package in dict.fromkeys(patch.package for patch in patches)
-    }
+    trees = {}
+    for package in dict.fromkeys(patch.package for patch in patches):
+        with suppress(*([] if package == "vllm" else [ModuleNotFoundError])):
+            place = vllm if vllm and package == "vllm" else own.package(package)
+            trees[package] = patcher.Tree(place, only_read=True)
     needed = [
-        patch for patch in patches if patch.is_needed(trees[patch.package].version)
+        patch
+        for patch in patches
+        if patch.package in trees and patch.is_needed(trees[patch.package].version)
     ]
     declared = {name for patch in needed for name in patch.parameters}
     given = {name: value for name, value in parameters.items() if name in declared}

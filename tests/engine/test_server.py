@@ -189,21 +189,32 @@ def test_an_unknown_patch_is_refused_and_no_folder_is_made(tmp_path):
     assert not (tmp_path / "o").exists()
 
 
+PAUSES = ["nixl_progress_delay", "nixl_cu13_progress_delay"]
+
+
 @pytest.mark.slow
-def test_other_packages_than_vllm_are_patched_too(tmp_path):
+def test_the_package_that_nixl_loads_is_patched_too(tmp_path):
     overlay = tmp_path / "o"
-    try:
-        build_overlay(overlay, ["nixl_progress_delay"], {"DELAY_US": 7})
-    except ModuleNotFoundError:
+    if not build_overlay(overlay, PAUSES, {"DELAY_US": 7}):
         pytest.skip("nixl is not installed")
-    ports = reserve(1)[0]
-    env = engine_environment(overlay, CPU_ENGINE, ports)
-    (package,) = (path.name for path in (overlay / SOURCES).iterdir())
-    script = f"import {package}._api as api; print(api.__loader__.patched)"
+    env = engine_environment(overlay, CPU_ENGINE, reserve(1)[0])
+    script = "import sys, nixl._api as api; print(api.__loader__.patched)"
     done = subprocess.run(
         [sys.executable, "-c", script], env=env, capture_output=True, text=True
     )
-    assert done.stdout.strip() == str(overlay / SOURCES / package / "_api.py")
+    patched = Path(done.stdout.strip())
+    assert patched.parent.parent == overlay / SOURCES
+    assert "agent_config.pthrDelay = 7" in patched.read_text()
+
+
+def test_a_patch_of_a_package_that_is_not_installed_is_left_out(tmp_path, monkeypatch):
+    def no_package(self: Installation, name: str) -> Path:
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(Installation, "package", no_package)
+    assert build_overlay(tmp_path / "o", PAUSES, {}) == {}
+    with pytest.raises(ModuleNotFoundError):
+        build_overlay(tmp_path / "v", ["step_timing_v2"], {})
 
 
 @pytest.mark.parametrize(

@@ -368,6 +368,7 @@ NEEDED = [
     "mooncake_cpu_layout",
     "nixl_cpu_layout",
     "nixl_progress_delay",
+    "nixl_cu13_progress_delay",
     "cpu_uniproc",
 ]
 FIXES = [
