@@ -111,7 +111,9 @@ def _ranks(
     folder: Path, engine_header: EngineHeader, engine: pl.DataFrame
 ) -> tuple[list[_Rank], list[RunWarning]]:
     """Read the workers' times by rank, those of this life."""
-    paths = sorted({whole(path) for path in folder.glob("worker_step.r*.jsonl*")})
+    parts = folder.glob("worker_step.r*.jsonl*")
+    # A writer that was killed as it began a file leaves it as .new.
+    paths = sorted({whole(path) for path in parts if path.suffix != ".new"})
     why = "see the other warnings"
     if not paths:
         why = f"{folder}: no worker_step.r*.jsonl; was the worker's process recorded?"
