@@ -77,6 +77,19 @@ class Server:
         self.now_us += step_us
         return step_id
 
+    def request(self, **fields: object) -> None:
+        """Add a request; by default it arrives as the first step begins."""
+        default = {"id": "a", "arrival_ns": FIRST_NS, "prompt_tokens": 5}
+        self.requests.append(default | fields)
+
+    def without_calls(self) -> Server:
+        """Leave out each call of the connector, as a recorder that timed none."""
+        self.header["methods"] = []
+        for record in (*self.steps, *self.workers):
+            for name in ("connector_calls", "connector_us", "connector_self_us"):
+                del record[name]
+        return self
+
     def ends_ns(self, step_id: int) -> int:
         step = self.steps[step_id]
         return step["t_ns"] + round(step["step_us"] * 1e3)

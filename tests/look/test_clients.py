@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-import polars as pl
 import pytest
 
 from kvtax.look.clients import Clients, read_clients
@@ -28,7 +27,7 @@ from kvtax.records.requests import (
     hashed_id,
     ids_of_completion,
 )
-from tests.look.conftest import main
+from tests.look.conftest import main, page_data
 from tests.look.made_up_server import served
 
 # What every request waited for outside its engine.
@@ -230,6 +229,7 @@ def numbers(count: int) -> list[str]:
     return [str(number) for number in range(count)]
 
 
+UUIDS = [f"7609a2e7-aa53-4ab1-98f4-{number:012x}" for number in range(50)]
 SESSIONS = [f"a session, {number}%/é/{number}" for number in range(50)]
 
 
@@ -239,23 +239,23 @@ def test_each_request_gets_what_its_own_client_saw(tmp_path, ids, names):
     if names is SESSIONS:
         # A header has no letter beyond ASCII, and no bare percent sign.
         sent = [f"a session, {n}%25/%C3%A9/{n}" for n in range(50)]
-        recorded = dict(
-            zip(names, serve(tmp_path, sent, ids=ids).values(), strict=True)
-        )
+        requests = serve(tmp_path, sent, ids=ids).values()
+        recorded = dict(zip(names, requests, strict=True))
         replay(tmp_path, replayed(recorded))
     else:
         recorded = serve(tmp_path, names, ids=ids)
         drive(tmp_path, driven(recorded))
     ((instance,), clients) = joined(tmp_path)
     assert clients.warnings == instance.warnings == []
-    truth = {request["id"]: outcome(request) for request in recorded.values()}
-    assert instance.requests.height == len(truth) == 50
+    assert instance.requests.height == 50
+    truth = {request["id"]: request for request in recorded.values()}
     for row in instance.requests.iter_rows(named=True):
-        client = truth[row["id"]]
-        for span, moment in (("ttft", "first_token_ns"), ("e2e", "end_ns")):
-            us = (client[moment] - client["sent_ns"]) / 1e3
-            assert row[f"client_{span}_us"] == pytest.approx(us)
-            outside_us = BEFORE_US + WAY_THERE_US + WAY_BACK_US
+        outside_us = BEFORE_US + WAY_THERE_US + WAY_BACK_US
+        for span, of_client_ms in zip(
+            ("ttft", "e2e"), ms(truth[row["id"]]), strict=True
+        ):
+            us = row[f"client_{span}_us"]
+            assert us == pytest.approx(1e3 * of_client_ms)
             assert us - row[f"{span}_us"] == pytest.approx(outside_us, abs=0.5)
 
 
@@ -267,8 +267,7 @@ def test_the_table_and_the_page_say_what_lies_outside_the_engine(tmp_path, capsy
     rows = {row[1]: row[2:] for row in lines if len(row) > 3 and "of it" in row[1]}
     assert rows["of it before the engine"] == ["0.3", "0.3", "0.3"]
     assert rows["of it on the way"] == ["3.0", "3.0", "3.0"]
-    data = page.read_text().partition('id="data">')[2].partition("</script>")[0]
-    (line,) = [s for s in json.loads(data)["sections"] if s["kind"] == "timeline"]
+    (line,) = [s for s in page_data(page)["sections"] if s["kind"] == "timeline"]
     columns = line["requests"]["columns"]
     for i in range(50):
         parts = ("before the engine ms", "E2E ms", "on the way ms")
@@ -284,30 +283,30 @@ def test_without_clients_nothing_is_said_of_them(tmp_path, capsys):
     assert "client's" not in (tmp_path / "page.html").read_text()
 
 
-def test_a_prefill_elsewhere_is_not_what_the_client_waited_for(tmp_path):
-    names = [f"s/{number}" for number in range(20)]
+@pytest.mark.parametrize("client", ["replayer", "aiperf"])
+def test_a_prefill_elsewhere_is_not_what_the_client_waited_for(tmp_path, client):
+    names = UUIDS if client == "aiperf" else [f"s/{number}" for number in range(50)]
     serve(tmp_path / "p", names, output_tokens=1)
-    replay(tmp_path, replayed(serve(tmp_path / "d", names, output_tokens=30)))
+    sent = serve(tmp_path / "d", names, output_tokens=30)
+    if client == "aiperf":
+        aiperf(tmp_path / "profile_export.jsonl", sent)
+    else:
+        replay(tmp_path, replayed(sent))
     (d, p), clients = joined(tmp_path)
-    assert (d.name, known(d), known(p)) == ("d", 20, 0)
+    assert (d.name, known(d), known(p)) == ("d", 50, 0)
     assert clients.warnings == []
 
 
-def test_each_trial_of_a_sweep_has_its_own_driver(tmp_path):
+def test_trials_of_a_sweep_show_their_requests(tmp_path, capsys):
+    """The driver's file lies beside the folder of the engine's life."""
     for number in range(3):
-        folder = tmp_path / "noop" / f"r{number}"
-        drive(folder, driven(serve(folder, numbers(30))))
-    instances, clients = joined(tmp_path)
+        trial = tmp_path / "run" / "noop" / f"r{number}"
+        life = trial / f"20261125T183022.123456Z-host-dp0-7{number}"
+        drive(trial, driven(serve(life, numbers(30))))
+    instances, clients = joined(tmp_path / "run")
     assert [known(one) for one in instances] == [30, 30, 30]
     assert clients.warnings == []
-
-
-def test_a_trial_of_a_sweep_shows_its_requests(tmp_path, capsys):
-    """The driver's file lies beside the folder of the engine's life."""
-    trial = tmp_path / "run" / "noop" / "r0"
-    life = trial / "20261125T183022.123456Z-host-dp0-77"
-    drive(trial, driven(serve(life, numbers(30))))
-    assert main([str(tmp_path / "run"), "--out", str(tmp_path / "page.html")]) == 0
+    assert main([str(trial), "--out", str(tmp_path / "page.html")]) == 0
     told = capsys.readouterr().out
     assert ", 30 requests" in told
     assert "waited most" in told and "client's E2E" in told
@@ -346,75 +345,74 @@ def test_those_that_match_none_or_several_are_counted(tmp_path):
     }
 
 
-def test_two_clients_of_one_id_are_not_told_apart(tmp_path):
-    asked = driven(serve(tmp_path, numbers(10)))
-    drive(tmp_path, [*asked, asked[4]])
+def unknown(folder: Path, field: str) -> None:
+    path = folder / "engine_request.jsonl"
+    path.write_text(path.read_text().replace(f'"{field}"', '"unknown"', 1))
+
+
+def set_all(record: RequestRecord, **fields: object) -> None:
+    for name, value in fields.items():
+        setattr(record, name, value)
+
+
+WAY_NS = (WAY_THERE_US + WAY_BACK_US) * 1_000
+# What is spoilt of ten requests; how many a client told of, and the others by kind.
+SPOILT = {
+    "one id twice": (
+        lambda sent, _: sent.append(sent[4]), 9, {"client_several": "2 requests"}
+    ),
+    "failed": (
+        lambda sent, _: set_all(sent[3], status="failed", error="no answer"),
+        9, {"client_failed": "1 requests of clients were not answered in full"},
+    ),
+    "cancelled": (
+        lambda sent, _: set_all(sent[3], status="cancelled"),
+        9, {"client_failed": "1 requests"},
+    ),
+    "no token": (
+        lambda sent, _: set_all(sent[4], first_token_ns=None),
+        9, {"client_failed": "1 requests"},
+    ),
+    "never ended": (
+        lambda _, folder: unknown(folder, "finished_ns"),
+        9, {"client_unmatched": "1 requests", "unended_requests": "1 "},
+    ),
+    "no first token in the engine": (
+        lambda _, folder: unknown(folder, "first_token_step"), 10, {}
+    ),
+    "no file of requests": (
+        lambda _, folder: (folder / "engine_request.jsonl").unlink(),
+        0, {"client_unmatched": "10 requests"},
+    ),
+    "shorter than in the engine": (
+        lambda sent, _: set_all(sent[6], end_ns=sent[6].sent_ns + 1),
+        9, {"client_shorter": "1 requests took the client less time than the engine"},
+    ),
+    # A client measures what the server did before its engine, too.
+    "no time for the way": (
+        lambda sent, _: set_all(sent[6], end_ns=sent[6].end_ns - WAY_NS - 1),
+        9, {"client_shorter": "1 requests"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("spoilt", SPOILT)
+def test_a_request_that_cannot_be_joined_is_counted_and_hides_no_other(
+    tmp_path, spoilt
+):
+    sent = driven(serve(tmp_path, numbers(10)))
+    spoil, joins, messages = SPOILT[spoilt]
+    spoil(sent, tmp_path)
+    drive(tmp_path, sent)
     ((instance,), clients) = joined(tmp_path)
-    assert known(instance) == 9
-    assert kinds(clients)["client_several"].startswith("2 requests")
-
-
-@pytest.mark.parametrize("status", ["failed", "cancelled"])
-def test_those_that_failed_are_counted_and_in_no_figure(tmp_path, status):
-    asked = driven(serve(tmp_path, numbers(10)))
-    asked[3].status, asked[3].error = status, "no complete answer"
-    asked[4].first_token_ns = None
-    drive(tmp_path, asked)
-    ((instance,), clients) = joined(tmp_path)
-    assert known(instance) == 8
-    assert kinds(clients) == {
-        "client_failed": "2 requests of clients were not answered in full"
-    }
-
-
-def test_one_that_its_engine_never_ended_is_unmatched(tmp_path):
-    drive(tmp_path, driven(serve(tmp_path, numbers(10))))
-    path = tmp_path / "engine_request.jsonl"
-    path.write_text(path.read_text().replace('"finished_ns"', '"unknown"', 1))
-    ((instance,), clients) = joined(tmp_path)
-    assert known(instance) == instance.requests.height == 9
-    assert kinds(clients)["client_unmatched"].startswith("1 requests")
-
-
-def test_what_its_engine_does_not_know_of_a_first_token_hides_no_client(tmp_path):
-    drive(tmp_path, driven(serve(tmp_path, numbers(10))))
-    path = tmp_path / "engine_request.jsonl"
-    path.write_text(path.read_text().replace('"first_token_step"', '"unknown"', 1))
-    ((instance,), clients) = joined(tmp_path)
-    assert instance.requests["ttft_us"].null_count() == 1
-    assert known(instance) == 10
-    assert clients.warnings == []
-
-
-def test_an_engine_that_recorded_no_requests_leaves_all_unmatched(tmp_path):
-    drive(tmp_path, driven(serve(tmp_path, numbers(10))))
-    (tmp_path / "engine_request.jsonl").unlink()
-    ((instance,), clients) = joined(tmp_path)
-    assert known(instance) == 0
-    assert kinds(clients)["client_unmatched"].startswith("10 requests")
-
-
-def test_a_client_that_took_less_time_than_the_engine_is_of_another_run(tmp_path):
-    asked = driven(serve(tmp_path, numbers(10)))
-    asked[6].end_ns = asked[6].sent_ns + 1
-    drive(tmp_path, asked)
-    ((instance,), clients) = joined(tmp_path)
-    assert clients.warnings == []
-    (warning,) = instance.warnings
-    assert warning.message == "1 requests took the client less time than the engine"
-    assert known(instance) == 9
-    assert instance.requests.height == 10
-
-
-def test_no_client_waits_less_than_nothing_on_the_way(tmp_path):
-    """A client measures what the server did before its engine, too."""
-    asked = driven(serve(tmp_path, numbers(10)))
-    told = asked[6]
-    told.end_ns -= (WAY_THERE_US + WAY_BACK_US) * 1_000 + 1
-    drive(tmp_path, asked)
-    ((instance,), _) = joined(tmp_path)
-    assert [warning.kind for warning in instance.warnings] == ["client_shorter"]
-    assert known(instance) == 9
+    assert known(instance) == joins
+    warnings = {one.kind: one for one in (*clients.warnings, *instance.warnings)}
+    assert warnings.keys() == messages.keys()
+    for kind, message in messages.items():
+        assert warnings[kind].message.startswith(message)
+    if spoilt == "no file of requests":
+        remedy = warnings["client_unmatched"].remedy
+        assert "there is no engine_request.jsonl" in remedy
 
 
 def test_a_torn_last_line_of_a_client_is_counted(tmp_path):
@@ -497,7 +495,6 @@ def as_chats(folder: Path, names: list[str]) -> None:
     path.write_text(text)
 
 
-UUIDS = [f"7609a2e7-aa53-4ab1-98f4-{number:012x}" for number in range(50)]
 BENCH = [f"bench-{number}" for number in range(50)]
 OTHERS = {
     "aiperf": lambda path, sent: aiperf(path / "profile_export.jsonl", sent),
@@ -525,23 +522,12 @@ def test_clients_of_other_programs_are_joined(tmp_path, client, kind, capsys):
     ((instance,), clients) = joined(tmp_path / "records")
     assert clients.warnings == instance.warnings == []
     assert known(instance) == 50
-    by_client = {
-        name.removeprefix("chat").removeprefix("cmpl-"): (name, request)
-        for name, request in zip(
-            instance.requests.sort("arrival_ns")["client_id"],
-            sorted(recorded.items(), key=lambda item: item[1]["arrival_ns"]),
-            strict=True,
-        )
-    }
-    for name, (_, (sent, request)) in by_client.items():
-        assert name == sent
-        row = instance.requests.row(
-            by_predicate=pl.col("client_id").str.ends_with(name), named=True
-        )
-        told = outcome(request)
-        for span, moment in (("ttft", "first_token_ns"), ("e2e", "end_ns")):
-            us = (told[moment] - told["sent_ns"]) / 1e3
-            assert row[f"client_{span}_us"] == pytest.approx(us)
+    in_order = sorted(recorded, key=lambda name: recorded[name]["arrival_ns"])
+    rows = instance.requests.sort("arrival_ns").rows(named=True)
+    for name, row in zip(in_order, rows, strict=True):
+        assert row["client_id"].removeprefix("chat").removeprefix("cmpl-") == name
+        us = [row["client_ttft_us"], row["client_e2e_us"]]
+        assert us == pytest.approx([1e3 * of for of in ms(recorded[name])])
     assert main([str(tmp_path / "records"), "--out", str(tmp_path / "page.html")]) == 0
     slowest = instance.requests.sort("client_e2e_us").row(-1, named=True)
     (line,) = [
@@ -550,17 +536,6 @@ def test_clients_of_other_programs_are_joined(tmp_path, client, kind, capsys):
         if line.startswith(f"{slowest['client_id']} ") and " to " in line
     ]
     assert line.endswith(f"  {slowest['first_step']} to {slowest['last_step']}")
-
-
-def test_a_prefill_elsewhere_is_not_what_a_client_of_another_program_waited_for(
-    tmp_path,
-):
-    serve(tmp_path / "p", UUIDS, output_tokens=1)
-    sent = serve(tmp_path / "d", UUIDS, output_tokens=30)
-    aiperf(tmp_path / "profile_export.jsonl", sent)
-    (d, p), clients = joined(tmp_path)
-    assert (d.name, known(d), known(p)) == ("d", 50, 0)
-    assert clients.warnings == []
 
 
 def test_a_client_without_ids_says_what_would_give_them(tmp_path):
@@ -593,11 +568,16 @@ def test_a_bad_line_of_aiperf_hides_no_other(tmp_path, bad):
     assert "profile_export.jsonl:4: " in warning.message
 
 
+def aiperf_lines(folder: Path) -> tuple[Path, list[dict]]:
+    """A file of aiperf and its lines, to change."""
+    path = aiperf(folder / "profile_export.jsonl", serve(folder / "r", UUIDS))
+    return path, [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def test_a_time_of_an_unknown_unit_is_named_and_not_taken_for_no_answer(tmp_path):
-    path = aiperf(tmp_path / "profile_export.jsonl", serve(tmp_path / "r", UUIDS))
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path, lines = aiperf_lines(tmp_path)
     lines[1]["metrics"]["request_latency"]["unit"] = "fortnights"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_json(path, *lines)
     ((instance,), clients) = joined(tmp_path)
     assert known(instance) == 49
     (message,) = kinds(clients).values()
@@ -606,11 +586,10 @@ def test_a_time_of_an_unknown_unit_is_named_and_not_taken_for_no_answer(tmp_path
 
 
 def test_a_count_that_cannot_be_is_not_known(tmp_path):
-    path = aiperf(tmp_path / "profile_export.jsonl", serve(tmp_path / "r", UUIDS))
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path, lines = aiperf_lines(tmp_path)
     count = {"value": 1e300, "unit": "tokens"}
     lines[1]["metrics"]["usage_prompt_tokens"] = count
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_json(path, *lines)
     ((instance,), clients) = joined(tmp_path)
     assert clients.warnings == []
     assert known(instance) == 50
@@ -629,26 +608,17 @@ def test_results_whose_lists_differ_are_named_and_hide_nothing(tmp_path, capsys)
 
 
 def test_requests_of_aiperf_without_a_stream_or_an_answer(tmp_path):
-    path = aiperf(tmp_path / "profile_export.jsonl", serve(tmp_path / "r", UUIDS))
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path, lines = aiperf_lines(tmp_path)
     lines[1]["error"] = {"code": 499, "type": "RequestCancellationError"}
     lines[2]["metadata"]["was_cancelled"] = True
     lines[3]["metrics"] = {"error_isl": {"value": 5, "unit": "tokens"}}
     for line in lines[4:]:
         del line["metrics"]["time_to_first_token"]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_json(path, *lines)
     ((instance,), clients) = joined(tmp_path)
     assert known(instance) == 47
     assert instance.requests["client_ttft_us"].count() == 1
     assert kinds(clients)["client_failed"].startswith("3 requests")
-
-
-def test_without_a_file_of_requests_the_remedy_is_to_record_them(tmp_path):
-    drive(tmp_path, driven(serve(tmp_path, numbers(10))))
-    (tmp_path / "engine_request.jsonl").unlink()
-    _, clients = joined(tmp_path)
-    (warning,) = clients.warnings
-    assert "there is no engine_request.jsonl" in warning.remedy
 
 
 @pytest.mark.parametrize("layout", ["long", "indented", "appended"])

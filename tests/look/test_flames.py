@@ -3,17 +3,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from kvtax.look.discover import discover
-from kvtax.look.instances import read_instance
 from kvtax.records.stacks import Sample, SampledStacks, SampledThread
 from kvtax.report.document import Flame
-from tests.look.conftest import main
+from tests.look.conftest import main, only, page_data
 from tests.look.made_up_server import Server
 
 FRAMES = ["run (core.py:1)", "model (runner.py:1)", "get_finished (nixl.py:1)", "rest"]
@@ -21,19 +18,20 @@ RUN, MODEL, GET_FINISHED, REST = range(4)
 GET_FINISHED_US = 400.0
 
 
-def busy(server: Server, steps: int = 200) -> None:
+def busy(server: Server) -> None:
     """Decode steps, and among them prefills that are longer and call nothing."""
-    for number in range(steps):
+    for number in range(200):
         if number % 5:
             server.step(get_finished_us=GET_FINISHED_US)
         else:
             server.step(model_us=9_000, get_finished_us=0, prefill_tokens=512)
 
 
-def write_stacks(
-    server: Server, every_us: float = 137.0, pid: int = 11, steps: range | None = None
+def write_sampled(
+    server: Server, every_us: float = 137.0, steps: range | None = None
 ) -> None:
-    """As a sampler sees `steps`, by default all, that never errs."""
+    """Write the records, and stacks of `steps`, by default all."""
+    server.write()
     steps = steps or range(len(server.steps))
     samples, t_ns, step = [], server.steps[steps[0]]["t_ns"] - 10_000, steps[0]
     while t_ns < server.ends_ns(steps[-1]) + 10_000:
@@ -43,7 +41,7 @@ def write_stacks(
         samples.append(Sample(t_ns, 0, REST))
         t_ns += round(every_us * 1e3)
     document = SampledStacks(
-        pid=pid,
+        pid=11,
         rate_hz=100,
         py_spy="0.4.1",
         threads=[SampledThread(12, "watcher"), SampledThread(11, "MainThread")],
@@ -51,7 +49,7 @@ def write_stacks(
         stacks=[[RUN], [RUN, MODEL], [RUN, GET_FINISHED], [REST]],
         samples=samples,
     )
-    path = server.folder / f"stacks.{pid}.json"
+    path = server.folder / "stacks.11.json"
     path.write_bytes(msgspec.json.encode(document))
 
 
@@ -65,8 +63,7 @@ def _doing(server: Server, step: int, t_ns: int) -> int:
 
 
 def flames_of(folder: Path) -> tuple[list[Flame], list[str]]:
-    (found,), _ = discover(folder)
-    instance = read_instance(found)
+    instance = only(folder)
     return instance.flames, [one.kind for one in instance.warnings]
 
 
@@ -79,8 +76,7 @@ def us_of(flame: Flame, thread: str, frame: int) -> float:
 
 def test_a_call_has_the_us_that_a_decode_step_spends_in_it(server):
     busy(server)
-    server.write()
-    write_stacks(server)
+    write_sampled(server)
     (flame,), warnings = flames_of(server.folder)
     assert warnings == []
     step_us = server.steps[1]["step_us"]
@@ -88,15 +84,8 @@ def test_a_call_has_the_us_that_a_decode_step_spends_in_it(server):
     found_us = us_of(flame, "MainThread", GET_FINISHED)
     assert found_us == pytest.approx(GET_FINISHED_US, rel=0.03)
     assert us_of(flame, "MainThread", MODEL) == pytest.approx(2_000, rel=0.01)
-
-
-def test_the_thread_of_the_steps_is_shown_first_and_others_beside_it(server):
-    busy(server)
-    server.write()
-    write_stacks(server)
-    (flame,), _ = flames_of(server.folder)
+    # The thread of the steps is the first.
     assert [thread.name for thread in flame.threads] == ["MainThread", "watcher"]
-    step_us = server.steps[1]["step_us"]
     assert us_of(flame, "watcher", REST) == pytest.approx(step_us, rel=0.001)
 
 
@@ -113,8 +102,7 @@ def test_that_sampling_makes_steps_longer_is_not_what_they_take(server):
         )
     stopped = range(first, len(server.steps))
     busy(server)
-    server.write()
-    write_stacks(server, steps=stopped)
+    write_sampled(server, steps=stopped)
     (flame,), _ = flames_of(server.folder)
     step_us = server.steps[1]["step_us"]
     assert us_of(flame, "MainThread", RUN) == pytest.approx(step_us, rel=0.001)
@@ -124,8 +112,7 @@ def test_that_sampling_makes_steps_longer_is_not_what_they_take(server):
 
 def test_few_samples_are_doubted_and_none_show_nothing(server):
     busy(server)
-    server.write()
-    write_stacks(server, every_us=20_000)
+    write_sampled(server, every_us=20_000)
     (flame,), warnings = flames_of(server.folder)
     assert warnings == ["few_samples"] and flame.threads
     for step in server.steps:
@@ -136,8 +123,7 @@ def test_few_samples_are_doubted_and_none_show_nothing(server):
 
 def test_a_file_of_stacks_that_cannot_be_read_is_named_and_hides_nothing(server):
     busy(server)
-    server.write()
-    write_stacks(server)
+    write_sampled(server)
     (server.folder / "stacks.99.json").write_text('{"schema": "kvtax.sampled_st')
     flames, warnings = flames_of(server.folder)
     assert len(flames) == 1 and warnings == ["stacks_unreadable"]
@@ -145,10 +131,8 @@ def test_a_file_of_stacks_that_cannot_be_read_is_named_and_hides_nothing(server)
 
 def test_the_page_has_it(server, tmp_path, capsys):
     busy(server)
-    server.write()
-    write_stacks(server)
+    write_sampled(server)
     out = tmp_path / "report.html"
     assert main([str(server.folder), "--out", str(out)]) == 0
-    data = out.read_text().partition('id="data">')[2].partition("</script>")[0]
-    kinds = [section["kind"] for section in json.loads(data)["sections"]]
+    kinds = [section["kind"] for section in page_data(out)["sections"]]
     assert kinds.count("flame") == 1

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import resource
 import signal
 import subprocess
@@ -34,15 +33,15 @@ from kvtax.look.instance_summary import (
     summarise,
     used_blocks,
 )
-from kvtax.look.instances import one_by_one, read_instances
+from kvtax.look.instances import one_by_one
 from kvtax.patcher import load_patches, load_releases
 from kvtax.paths import PATCHES, REPOSITORY
-from kvtax.records.steps import METHOD_FIELDS
 from kvtax.records.warning import RunWarning
 from kvtax.stats import Estimate
 from kvtax.stats.distribution import t_quantile
 from kvtax.stats.least_squares import STRETCHES
-from tests.look.conftest import main
+from tests.look.by_line import records as by_line
+from tests.look.conftest import main, only
 from tests.look.made_up_server import FIRST_NS, Server, served
 from tests.proc.living import eventually
 
@@ -56,8 +55,8 @@ def test_quantiles_are_those_of_the_series(count, seed):
     assert quantiles(us, shares) == [us.quantile(share) for share in shares]
 
 
-def test_a_part_is_told_as_its_steps_were(tmp_path):
-    ((instance,), _) = read_instances(served(tmp_path / "records").write())
+def test_a_part_is_told_as_its_steps_were(records):
+    instance = only(records)
     told = cost(instance)
     for part in (told.step, *told.parts, *told.methods):
         us = instance.steps[part.column]
@@ -67,7 +66,7 @@ def test_a_part_is_told_as_its_steps_were(tmp_path):
 
 
 def test_each_method_and_their_sum_have_slopes(tmp_path):
-    ((instance,), _) = read_instances(served(tmp_path / "records", 2_500).write())
+    instance = only(served(tmp_path / "records", 2_500).write())
     told = summarise(instance)
     assert list(told.slopes) == ["connector_us", *instance.methods]
     whole = told.slopes["connector_us"]["cache"].value
@@ -329,8 +328,7 @@ def overlapping(folder, every: int = 1, steps: int = 3_000):
         server.header["every"] = every
         server.steps = [server.steps[i] for i in drawn]
         server.workers = [server.workers[i] for i in drawn]
-    ((instance,), _) = read_instances(server.write())
-    return instance
+    return only(server.write())
 
 
 @pytest.mark.parametrize("every", [1, 4])
@@ -343,8 +341,8 @@ def test_shares_are_of_the_time_that_overlapping_steps_cover(tmp_path, every):
     assert "one ended every" in told.overlap
 
 
-def test_steps_that_do_not_overlap_share_their_own_time(tmp_path):
-    ((instance,), _) = read_instances(served(tmp_path / "records").write())
+def test_steps_that_do_not_overlap_share_their_own_time(records):
+    instance = only(records)
     told = cost(instance)
     whole = instance.steps["step_us"].sum()
     assert instance.covered_us == pytest.approx(whole, rel=1e-6)
@@ -352,22 +350,9 @@ def test_steps_that_do_not_overlap_share_their_own_time(tmp_path):
     assert sum(part.share for part in told.parts) == pytest.approx(1)
 
 
-def without_methods(server: Server) -> Server:
-    """Records of a recorder that timed no call of the connector."""
-    for record in (*server.steps, *server.workers):
-        for by_method in ("connector_self_us", "connector_calls", "connector_us"):
-            del record[by_method]
-    folder = server.write()
-    for path in folder.glob("*_step*.jsonl"):
-        text = path.read_text()
-        for method in ("build_connector_meta", "get_finished"):
-            text = text.replace(f'"methods": ["{method}"]', '"methods": []', 1)
-        path.write_text(text)
-    return server
-
-
 def test_where_no_call_was_timed_the_connector_is_unknown(tmp_path, capsys):
-    folder = without_methods(served(tmp_path / "records", 2_500)).folder
+    folder = served(tmp_path / "records", 2_500).without_calls().write()
+    assert only(folder).steps["connector_us"].sum() == 0
     page = tmp_path / "page.html"
     assert main([str(folder), "--out", str(page)]) == 0
     told = capsys.readouterr().out
@@ -418,36 +403,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "server00"
 
 
-def records(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()[1:]]
-
-
-def connector_us(record: dict, side: str) -> dict[str, float]:
-    """Times by method; those with a field of their own stand only there."""
-    fields = METHOD_FIELDS[side].items()
-    own = {name: record[field] for name, field in fields if field in record}
-    return own | record.get("connector_self_us", {})
-
-
 def test_parts_are_those_of_a_sum_over_the_lines(folder: Path) -> None:
-    engine = records(folder / "engine_step.jsonl")
-    workers = {one["step_id"]: one for one in records(folder / "worker_step.r0.jsonl")}
+    workers = {one["step_id"]: one for one in by_line(folder / "worker_step.r0.jsonl")}
     rows = []
-    for step in engine:
+    for step in by_line(folder / "engine_step.jsonl"):
         worker = workers[step["step_id"]]
-        inside = sum(connector_us(step, "scheduler").values())
-        beside = sum(connector_us(worker, "worker").values())
+        inside, beside = (sum(one["calls_us"].values()) for one in (step, worker))
         scheduler = max(step["schedule_us"] + step["update_us"] - inside, 0)
         model = max(worker["execute_model_us"] - beside, 0)
         parts = model, scheduler, inside + beside
         # A worker's record may be longer than its step.
         rows.append((*parts, max(step["step_us"] - sum(parts), 0)))
-    ((instance,), warnings) = read_instances(folder)
-    assert warnings == instance.warnings == []
+    instance = only(folder)
+    assert instance.warnings == []
     told = cost(instance)
-    names = ("model", "scheduler", "connector", "other")
+    names = ["model", "scheduler", "connector", "other"]
+    assert [part.name for part in told.parts] == names
     for part, us in zip(told.parts, np.array(rows).T, strict=True):
-        assert part.name == names[told.parts.index(part)]
         assert part.mean_us == pytest.approx(us.mean(), rel=1e-5)
         assert part.most_us == pytest.approx(us.max(), rel=1e-5)
     rare = next(part for part in told.methods if "request_finished" in part.name)
@@ -543,9 +515,8 @@ DEMO = [sys.executable, "-m", "kvtax", "demo", "--out"]
 
 @pytest.mark.slow
 def test_the_demo_on_a_full_disk_says_so_and_leaves_nothing(tmp_path):
-    limit = functools.partial(
-        resource.setrlimit, resource.RLIMIT_FSIZE, (300_000, 300_000)
-    )
+    size = (300_000, 300_000)
+    limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, size)
     done = subprocess.run(
         [*DEMO, tmp_path / "out"],
         cwd=REPOSITORY,

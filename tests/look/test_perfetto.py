@@ -193,17 +193,8 @@ def test_a_request_at_two_instances_is_joined_by_an_arrow(tmp_path):
     for name in ("p", "d"):
         server = Server(tmp_path / "records" / name)
         server.step()
-        server.requests.append(
-            {
-                "id": "the same",
-                "arrival_ns": FIRST_NS,
-                "prompt_tokens": 5,
-                "first_step": 0,
-                "first_token_step": 0,
-                "last_step": 0,
-                "finished_ns": server.ends_ns(0),
-            }
-        )
+        steps = dict.fromkeys(("first_step", "first_token_step", "last_step"), 0)
+        server.request(**steps, finished_ns=server.ends_ns(0))
         server.write()
     flows = Counter(
         flow

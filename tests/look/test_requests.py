@@ -9,19 +9,23 @@ import polars as pl
 import pytest
 
 from kvtax.look.critical_path import exposed
-from kvtax.look.instances import read_instances
 from kvtax.look.requests import TIMED_PARTS, WAITS
 from kvtax.records.steps import DeviceStep
+from tests.look.conftest import only
 from tests.look.made_up_server import FIRST_NS, Server, served
 
 WHOLE = (*WAITS, *TIMED_PARTS, "other_us")
-METHODS = ("scheduler.build_connector_meta_us", "worker.get_finished_us")
+META, FINISHED = "scheduler.build_connector_meta_us", "worker.get_finished_us"
 
 
 def read(server: Server) -> tuple[pl.DataFrame, dict]:
     """The table of requests, and the records by id."""
-    ((instance,), _) = read_instances(server.write())
-    return instance.requests, {one["id"]: one for one in server.requests}
+    requests = only(server.write()).requests
+    return requests, {one["id"]: one for one in server.requests}
+
+
+def read_row(server: Server) -> dict:
+    return read(server)[0].row(0, named=True)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -33,7 +37,7 @@ def test_the_parts_add_up_to_the_whole(tmp_path, seed, span):
     for part in WHOLE:
         # Where steps do not overlap, no part can be less than nothing.
         assert requests[f"{span}.{part}"].min() > -1, part
-    methods = sum(requests[f"{span}.{name}"] for name in METHODS)
+    methods = sum(requests[f"{span}.{name}"] for name in (META, FINISHED))
     assert (methods - requests[f"{span}.connector_us"]).abs().max() < 1e-3
 
 
@@ -71,68 +75,33 @@ def walked(server: Server, request: dict, last: int) -> dict[str, float]:
     return found | {"queued_us": (queued_ns - kv_ns) / 1e3, "kv_wait_us": kv_ns / 1e3}
 
 
-def test_a_request_that_was_aborted_while_it_queued_only_queued(server):
-    server.step()
-    arrival_ns = FIRST_NS + 100_000
-    server.requests.append(
-        {
-            "id": "a",
-            "arrival_ns": arrival_ns,
-            "prompt_tokens": 5,
-            "finished_ns": arrival_ns + 700_000,
-            "finish_reason": "abort",
-        }
-    )
-    requests, _ = read(server)
-    row = requests.row(0, named=True)
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_request_that_was_aborted_while_it_queued_only_queued(server, steps):
+    for _ in range(steps):
+        server.step()
+    server.request(finished_ns=FIRST_NS + 700_000, finish_reason="abort")
+    row = read_row(server)
     assert row["e2e_us"] == row["e2e.queued_us"] == 700
     assert row["ttft_us"] is None
     assert row["e2e.connector_us"] == row["e2e.model_us"] == 0
 
 
-def test_a_server_without_a_step_shows_who_queued(server):
-    server.requests.append(
-        {
-            "id": "a",
-            "arrival_ns": FIRST_NS,
-            "prompt_tokens": 5,
-            "finished_ns": FIRST_NS + 700_000,
-        }
-    )
-    requests, _ = read(server)
-    assert requests["e2e.queued_us"].to_list() == [700]
-
-
 def test_tpot_is_the_time_after_the_first_token_per_further_token(server):
     for _ in range(5):
         server.step()
-    server.requests.append(
-        {
-            "id": "a",
-            "arrival_ns": FIRST_NS,
-            "prompt_tokens": 5,
-            "first_step": 0,
-            "first_token_step": 0,
-            "last_step": 4,
-            "finished_ns": server.ends_ns(4),
-            "output_tokens": 5,
-        }
-    )
-    requests, _ = read(server)
+    steps = {"first_step": 0, "first_token_step": 0, "last_step": 4}
+    server.request(**steps, finished_ns=server.ends_ns(4), output_tokens=5)
     after_us = (server.ends_ns(4) - server.ends_ns(0)) / 1e3
-    assert requests["tpot_us"][0] == pytest.approx(after_us / 4)
+    assert read_row(server)["tpot_us"] == pytest.approx(after_us / 4)
 
 
 def test_requests_that_cannot_be_placed_are_counted(server):
     for _ in range(3):
         server.step()
-    known = {"arrival_ns": FIRST_NS, "prompt_tokens": 5}
-    server.requests += [
-        {"id": "no end", **known, "first_step": 0},
-        {"id": "no such step", **known, "first_step": 99, "finished_ns": FIRST_NS + 1},
-        {"id": "fine", **known, "finished_ns": FIRST_NS + 1},
-    ]
-    ((instance,), _) = read_instances(server.write())
+    server.request(id="no end", first_step=0)
+    server.request(id="no such step", first_step=99, finished_ns=FIRST_NS + 1)
+    server.request(id="fine", finished_ns=FIRST_NS + 1)
+    instance = only(server.write())
     assert instance.requests["id"].to_list() == ["fine"]
     kinds = {warning.kind: warning.message for warning in instance.warnings}
     assert kinds["unended_requests"].startswith("1 ")
@@ -142,21 +111,12 @@ def test_requests_that_cannot_be_placed_are_counted(server):
 def test_one_that_was_preempted_and_given_up_queued_until_its_end(server):
     for _ in range(4):
         server.step()
-    given_up_ns = server.ends_ns(3) + 5_000
-    server.requests.append(
-        {
-            "id": "a",
-            "arrival_ns": FIRST_NS - 50_000,
-            "prompt_tokens": 5,
-            "first_step": 0,
-            "preempted_steps": [2],
-            "finished_ns": given_up_ns,
-            "finish_reason": "abort",
-        }
+    ended = {"finished_ns": server.ends_ns(3) + 5_000, "finish_reason": "abort"}
+    server.request(
+        arrival_ns=FIRST_NS - 50_000, first_step=0, preempted_steps=[2], **ended
     )
-    requests, _ = read(server)
-    row = requests.row(0, named=True)
-    again_us = (given_up_ns - server.steps[2]["t_ns"]) / 1e3
+    row = read_row(server)
+    again_us = (ended["finished_ns"] - server.steps[2]["t_ns"]) / 1e3
     first_us = (server.steps[0]["t_ns"] - FIRST_NS) / 1e3 + 50
     assert row["e2e.queued_us"] == pytest.approx(first_us + again_us)
     assert row["e2e.connector_us"] == pytest.approx(2 * (5 + 20))
@@ -165,43 +125,25 @@ def test_one_that_was_preempted_and_given_up_queued_until_its_end(server):
 
 def test_kv_that_never_came_was_waited_for_until_the_end(server):
     server.step()
-    server.requests.append(
-        {
-            "id": "a",
-            "arrival_ns": FIRST_NS,
-            "prompt_tokens": 5,
-            "kv_wait_ns": [FIRST_NS + 100_000],
-            "finished_ns": FIRST_NS + 900_000,
-            "finish_reason": "abort",
-        }
-    )
-    requests, _ = read(server)
-    row = requests.row(0, named=True)
+    ended = {"finished_ns": FIRST_NS + 900_000, "finish_reason": "abort"}
+    server.request(kv_wait_ns=[FIRST_NS + 100_000], **ended)
+    row = read_row(server)
     assert (row["e2e.queued_us"], row["e2e.kv_wait_us"]) == (100, 800)
-
-
-META, FINISHED = "scheduler.build_connector_meta_us", "worker.get_finished_us"
 
 
 def parts(server: Server, device: list[DeviceStep]) -> list[dict[str, float]]:
     """By step that waited: its idle time and exposed parts."""
-    ((instance,), _) = read_instances(server.write())
-    return exposed(instance.steps, device).to_dicts()
+    return exposed(only(server.write()).steps, device).to_dicts()
+
+
+US = {"get_finished_us": 80, "update_us": 70, "rest_us": 0}
 
 
 def one_after_the_other(server: Server, forward_us: int) -> list[DeviceStep]:
     """Steps as without overlap: launch, wait for the end, update."""
     device = []
     for number in range(4):
-        server.step(
-            10,
-            schedule_us=300,
-            build_meta_us=120,
-            model_us=500 + forward_us,
-            get_finished_us=80,
-            update_us=70,
-            rest_us=0,
-        )
+        server.step(schedule_us=300, build_meta_us=120, model_us=500 + forward_us, **US)
         # vLLM launches 500 us after the worker began, and then waits.
         launched_ns = server.workers[-1]["t_ns"] + 500_000
         ended_ns = launched_ns + forward_us * 1_000
@@ -244,15 +186,7 @@ def test_where_the_host_is_slower_than_the_device_all_its_work_counts(server):
     """Two steps in flight: the host takes up a result that was there long ago."""
     device, launched_ns = [], []
     for _ in range(6):
-        server.step(
-            0,
-            schedule_us=1_500,
-            build_meta_us=1_200,
-            model_us=500,
-            get_finished_us=80,
-            update_us=70,
-            rest_us=0,
-        )
+        server.step(0, schedule_us=1_500, build_meta_us=1_200, model_us=500, **US)
         launched_ns.append(server.workers[-1]["t_ns"] + 500_000)
     for number, at_ns in enumerate(launched_ns):
         # A forward takes 1,000 us, and the host 2,150 us per step.

@@ -21,40 +21,21 @@ from kvtax.look.live import LiveTotals, Watched, view
 from kvtax.look.page import time_line
 from kvtax.look.requests import TIMED_PARTS, WAITS
 from kvtax.records.parts import LONGEST_LINE
-from tests.look.by_line import figures, records
-from tests.look.conftest import main
+from tests.look.by_line import figures
+from tests.look.conftest import main, only
 from tests.look.made_up_server import Server, served
 
 
 def cost_of(folder: Path) -> Cost:
-    ((instance,), _) = read_instances(folder)
-    computed = cost(instance)
+    computed = cost(only(folder))
     assert computed is not None
     return computed
-
-
-@pytest.mark.parametrize("kept", [slice(200, None), slice(None, 200), slice(None)])
-def test_steps_without_a_workers_record_are_in_no_share_of_the_worker(tmp_path, kept):
-    server = served(tmp_path / "records")
-    server.workers = server.workers[kept]
-    computed = cost_of(server.write())
-    assert computed.connector.share == pytest.approx(figures(server.folder).share)
-    (finished,) = [p for p in computed.methods if p.name == "worker.get_finished"]
-    assert finished.calls_per_step == 1
-    assert finished.mean_us == pytest.approx(
-        figures(server.folder).methods_us["worker.get_finished"], rel=1e-5
-    )
-    scheduled_us = figures(server.folder).methods_us["scheduler.build_connector_meta"]
-    (build,) = [p for p in computed.methods if p.name.endswith("build_connector_meta")]
-    assert build.mean_us == pytest.approx(scheduled_us, rel=1e-5)
-    assert computed.worker_steps == len(server.workers)
 
 
 def test_a_request_in_steps_without_a_worker_has_no_share_of_the_connector(tmp_path):
     server = served(tmp_path / "records")
     server.workers = server.workers[200:]
-    ((instance,), _) = read_instances(server.write())
-    requests = instance.requests
+    requests = only(server.write()).requests
     unknown = requests.filter(pl.col("first_step") < 190)
     assert unknown.height > 5
     assert unknown["e2e.connector_us"].null_count() == unknown.height
@@ -82,9 +63,9 @@ def test_calls_before_the_first_step_are_in_no_share(tmp_path, capsys, call):
     assert after.connector.share == pytest.approx(before.connector.share)
     assert after.connector.most_us == before.connector.most_us
     assert after.at_start_us == {f"scheduler.{call}": pytest.approx(24_061.7)}
-    ((instance,), _) = read_instances(server.folder)
-    assert max(felt(instance.requests)["ttft"].values()) < 1
-    assert instance.requests["e2e.other_us"].min() >= 0
+    requests = only(server.folder).requests
+    assert max(felt(requests)["ttft"].values()) < 1
+    assert requests["e2e.other_us"].min() >= 0
     assert main([str(server.folder), "--out", str(tmp_path / "page.html")]) == 0
     assert f"before the first step, in no share: scheduler.{call} 24.1 ms" in (
         capsys.readouterr().out.replace("\n", " ")
@@ -160,17 +141,6 @@ def test_stages_of_a_pipeline_add_up(tmp_path, kind):
     assert model_us + calls_us == pytest.approx(one_us + finished_us, rel=1e-4)
 
 
-def test_ranks_of_a_tensor_group_do_not_add_up(tmp_path):
-    folder = of_ranks(served(tmp_path / "records"), "ranks")
-    (path, other) = sorted(folder.glob("worker_step.*"))
-    (finished,) = [p for p in cost_of(folder).methods if "worker" in p.name]
-    means_us = [
-        sum(line["calls_us"]["get_finished"] for line in records(p)) / 400
-        for p in (path, other)
-    ]
-    assert min(means_us) * 0.999 <= finished.mean_us <= max(means_us) * 1.001
-
-
 def half_overlapping(server: Server) -> None:
     """Begin each step in the middle of the one before, as asynchronous scheduling."""
     now_ns = server.steps[0]["t_ns"]
@@ -195,7 +165,7 @@ def test_where_steps_overlap_no_share_is_over_100_percent(tmp_path, capsys, long
     if longest == "connector":
         for worker in server.workers:
             worker["connector_self_us"] = {"get_finished": worker["execute_model_us"]}
-    ((instance,), _) = read_instances(server.write())
+    instance = only(server.write())
     requests = instance.requests
     assert requests.height == 50
     for span in ("ttft", "e2e"):
@@ -249,9 +219,10 @@ def test_figures_are_those_of_a_sum_over_the_lines(tmp_path, workers, kept, is_a
         assert computed.step.mean_us == pytest.approx(expected.step_us, rel=1e-5)
         # What overlaps at the two ends of a recording is not known.
         assert computed.connector.share == pytest.approx(expected.share, rel=0.01)
-        means_us = {
-            part.name: part.mean_us for part in computed.methods if part.mean_us
-        }
+        timed = [part for part in computed.methods if part.mean_us]
+        calls = {part.calls_per_step for part in timed}
+        assert calls == ({1, 2} if workers == "stages" else {1})
+        means_us = {part.name: part.mean_us for part in timed}
         assert means_us == pytest.approx(expected.methods_us, rel=1e-4)
         assert f"scheduler.{HANDSHAKE}" in computed.at_start_us
 
@@ -266,8 +237,8 @@ def test_no_part_of_a_step_that_is_shorter_than_its_worker_s_record_is_negative(
     shown = capsys.readouterr().out
     (other,) = (line for line in shown.splitlines() if line.startswith("  other "))
     assert "-" not in other
-    ((instance,), _) = read_instances(server.folder)
-    line = time_line("a", instance, common_clock(discover(server.folder)[0]), 50, 50)
+    clock = common_clock(discover(server.folder)[0])
+    line = time_line("a", only(server.folder), clock, 50, 50)
     for parts in (line.parts, line.slowest_parts):
         known_us = [us for of in parts.values() for us in of if us is not None]
         assert len(known_us) > 100
@@ -283,69 +254,55 @@ def test_a_life_that_was_copied_counts_once(tmp_path, capsys):
     assert "a copy of one" in warning.message
 
 
-def test_a_colliding_line_hides_nothing_else(tmp_path, capsys):
-    folder = served(tmp_path / "records").write()
-    with (folder / "engine_step.jsonl").open("a") as file:
+def test_a_colliding_line_hides_nothing_else(records, tmp_path, capsys):
+    with (records / "engine_step.jsonl").open("a") as file:
         file.write('{"step_id": 48, "t_ns": 1, "step_us": 1}\n')
-    assert main([str(folder), "--out", str(tmp_path / "page.html")]) == 2
+    assert main([str(records), "--out", str(tmp_path / "page.html")]) == 2
     shown = capsys.readouterr().out
     assert "400 steps" in shown
     assert "step_id 48 twice" in shown
 
 
-@pytest.mark.parametrize("file", ["engine_step", "worker_step.r0", "engine_request"])
-def test_a_byte_order_mark_hides_nothing(tmp_path, file):
-    folder = served(tmp_path / "records").write()
-    before = cost_of(folder)
-    path = folder / f"{file}.jsonl"
-    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-    assert cost_of(folder) == before
-
-
 @pytest.mark.parametrize("end", [b"", b"\n"])
 @pytest.mark.parametrize("at", [-1, 20])
 @pytest.mark.parametrize("file", ["engine_step", "worker_step.r0", "engine_request"])
-def test_a_hole_in_a_file_is_a_bad_line(tmp_path, file, at, end):
-    folder = served(tmp_path / "records").write()
-    path = folder / f"{file}.jsonl"
+def test_a_hole_in_a_file_is_a_bad_line(records, file, at, end):
+    path = records / f"{file}.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     hole = b"\0" * (2 * LONGEST_LINE + 5) + (end if at < 0 else b"\n")
     lines.insert(at if at > 0 else len(lines), hole)
     path.write_bytes(b"".join(lines))
-    ((instance,), _) = read_instances(folder)
+    instance = only(records)
     assert instance.steps.height == 400
     assert instance.requests.height == 50
     assert {"torn_lines", "bad_lines"} & {one.kind for one in instance.warnings}
 
 
 @pytest.mark.slow
-def test_gigabytes_of_blanks_in_a_line_need_little_memory(tmp_path, capsys):
-    folder = served(tmp_path / "records").write()
-    path = folder / "engine_step.jsonl"
+def test_gigabytes_of_blanks_in_a_line_need_little_memory(records, capsys):
+    path = records / "engine_step.jsonl"
     with gzip.open(f"{path}.gz", "wb", compresslevel=1) as file:
         file.write(path.read_bytes())
         for _ in range(600):
             file.write(b" " * 1_000_000)
     path.unlink()
-    assert cost_of(folder).steps == 400
+    assert cost_of(records).steps == 400
     assert f"unpacking {path}.gz: 0.5 GB so far" in capsys.readouterr().err
 
 
-def test_an_inverted_window_is_refused(tmp_path, capsys):
-    folder = served(tmp_path / "records").write()
+def test_an_inverted_window_is_refused(records, tmp_path, capsys):
     trace = tmp_path / "trace"
     options = ["--perfetto", str(trace), "--from-s", "100", "--to-s", "90"]
-    assert main([str(folder), *options]) == 2
+    assert main([str(records), *options]) == 2
     assert "--from-s 100 is after --to-s 90" in capsys.readouterr().err
     assert not trace.exists()
 
 
 @pytest.mark.parametrize("option", ["--out", "--perfetto"])
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(
-    tmp_path, capsys, option
+    records, tmp_path, capsys, option
 ):
-    folder = served(tmp_path / "records").write()
-    assert main([str(folder), option, str(tmp_path / "nowhere" / "file")]) == 2
+    assert main([str(records), option, str(tmp_path / "nowhere" / "file")]) == 2
     shown = capsys.readouterr()
     assert f"name another file with {option}" in shown.err
     assert "steps" not in shown.out
