@@ -46,16 +46,9 @@ class Standin(NamedTuple):
 
 @contextlib.contextmanager
 def standin(*options: str) -> Iterator[Standin]:
-    """Start one with these command line options, on a free port unless they say."""
-    command = [
-        sys.executable,
-        "-m",
-        "tests.harness.standin.server",
-        "--until-stdin-closes",
-        *options,
-    ]
+    """Start one with these command line options."""
     with Forked(
-        command,
+        [sys.executable, "-m", "tests.harness.standin.server", *options],
         cwd=REPOSITORY,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -3,8 +3,7 @@
 
     python -m tests.harness.standin.server [OPTIONS]
 
-Serves until SIGINT or SIGTERM. Prints its URL as the first line of its output once it
-listens.
+Prints its URL as the first line of its output once it listens.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import argparse
 import asyncio
 import contextlib
 import os
-import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -46,15 +44,15 @@ FAULTS = {
     "none": "answers correctly",
     "hang": "never begins to answer",
     "hang_first": "sends the response's head, then nothing",
-    "stall": "stops after --fault-after tokens, the connection stays open",
+    "stall": "stops after some tokens, the connection stays open",
     "http500": "answers 500 at once",
-    "inband": "sends an error event after --fault-after tokens, under status 200",
-    "truncated": "ends the body properly after --fault-after tokens, without [DONE]",
-    "cut": "drops the connection after --fault-after tokens",
+    "inband": "sends an error event after some tokens, under status 200",
+    "truncated": "ends the body properly after some tokens, without [DONE]",
+    "cut": "drops the connection after some tokens",
     "short": "produces and reports one token less than requested",
     "no_token": "ends the stream with the usage, without a token, under status 200",
     "no_usage": "leaves out the usage",
-    "exit": "the process exits after --fault-after tokens",
+    "exit": "the process exits after some tokens",
     "withhold_kv": "answers as a P instance does, but never hands over the KV",
     "freeze": "the whole server stands still for 2 s, then answers correctly",
 }
@@ -64,40 +62,32 @@ FAULT_HEADER = "X-Standin-Fault"
 MAX_BODY_BYTES = 64 * 2**20
 
 
-class UnknownFault(ValueError):
-    """An unknown fault; the message lists the faults."""
-
-
 class Faults:
     """The faults of the next requests.
 
     A request's fault is its `X-Standin-Fault` header, else the next of the cycle given
-    with `--faults` or `POST /faults?cycle=none,http500`. `deaf`: the server answers
-    nothing, not even /health. `ignored_resets`: so many resets of the prefix cache are
-    answered, and not done.
+    with `--faults` or `POST /faults?cycle=none,http500`; those of MID_STREAM come after
+    `after_tokens`. `deaf`: the server answers nothing, not even /health.
+    `ignored_resets`: so many resets of the prefix cache are answered, and not done.
     """
 
-    def __init__(self, names: list[str], after_tokens: int) -> None:
-        self.after_tokens = after_tokens
+    def __init__(self, names: str) -> None:
+        self.after_tokens = 1
         self.deaf = False
         self.ignored_resets = 0
         self._cycle: Iterator[str]
         self.set_cycle(names)
 
-    def set_cycle(self, names: list[str]) -> None:
-        """Start a new cycle with the next request. Raises UnknownFault."""
-        self._cycle = cycle([_known(name) for name in names] or ["none"])
+    def set_cycle(self, names: str) -> None:
+        """Start a new cycle, by comma, with the next request."""
+        faults = [name for name in names.split(",") if name]
+        assert FAULTS.keys() >= set(faults), f"no such fault in {names}"
+        self._cycle = cycle(faults or ["none"])
 
     def next(self, headers: Mapping[str, str]) -> str:
-        """Return the fault of a request with these headers. Raises UnknownFault."""
+        """Return the fault of a request with these headers."""
         named = headers.get(FAULT_HEADER)
-        return next(self._cycle) if named is None else _known(named)
-
-
-def _known(name: str) -> str:
-    if name not in FAULTS:
-        raise UnknownFault(f"no fault {name!r}; there are {', '.join(FAULTS)}")
-    return name
+        return next(self._cycle) if named is None else named
 
 
 class StandinInstance:
@@ -202,10 +192,7 @@ class StandinInstance:
 
     async def _set_faults(self, request: web.Request) -> web.Response:
         query = request.query
-        try:
-            self.faults.set_cycle([n for n in query.get("cycle", "").split(",") if n])
-        except UnknownFault as error:
-            return web.json_response(error_body(str(error), 400), status=400)
+        self.faults.set_cycle(query.get("cycle", ""))
         self.faults.after_tokens = int(query.get("after", self.faults.after_tokens))
         self.faults.deaf = query.get("deaf", "0") == "1"
         self.faults.ignored_resets = int(query.get("ignored_resets", 0))
@@ -216,8 +203,8 @@ class StandinInstance:
         try:
             fault = self.faults.next(request.headers)
             generation, tokens = await self._read(request, request.path)
-        except (BadRequest, UnknownFault) as error:
-            return _refused(request, str(error), getattr(error, "status", 400))
+        except BadRequest as error:
+            return _refused(request, str(error), error.status)
         if fault == "hang":
             await asyncio.Event().wait()
         if fault == "http500":
@@ -363,51 +350,25 @@ def _die_with_engine(task: asyncio.Task[None]) -> None:
         raise SystemExit(f"engine: {task.exception()!r}")
 
 
-def main() -> int:
-    """Serve; return the exit status."""
-    descriptions = "\n".join(f"  {name:12} {text}" for name, text in FAULTS.items())
-    parser = argparse.ArgumentParser(
-        "python -m tests.harness.standin.server",
-        description=__doc__,
-        epilog=f"faults:\n{descriptions}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--port", type=int, default=0, help="0: a free one")
-    parser.add_argument("--host", default="127.0.0.1")
+def main() -> None:
+    """Serve until the process that started it closes its standard input."""
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="null")
     parser.add_argument("--faults", default="", help="cycle of faults, by comma")
-    parser.add_argument("--fault-after", type=int, default=1, metavar="TOKENS")
-    parser.add_argument(
-        "--until-stdin-closes",
-        action="store_true",
-        help="end with the process that started it",
-    )
     parser.add_argument(
         "--plain", action="store_true", help="have no /v1/models and no cached tokens"
     )
     for field in msgspec.structs.fields(Shape):
         option = f"--{field.name.replace('_', '-')}"
-        kind = type(field.default)
-        parser.add_argument(option, type=kind, default=field.default)
-    arguments = parser.parse_args()
-    shape = Shape(
-        **{name: getattr(arguments, name) for name in Shape.__struct_fields__}
-    )
-    try:
-        names = [name for name in arguments.faults.split(",") if name]
-        faults = Faults(names, arguments.fault_after)
-    except UnknownFault as error:
-        parser.error(str(error))
-    instance = StandinInstance(arguments.model, shape, faults, arguments.plain)
-    try:
-        asyncio.run(_serve(arguments, instance))
-    except OSError as error:
-        print(f"standin: port {arguments.port}: {error}", file=sys.stderr)
-        return 2
-    return 0
+        parser.add_argument(option, type=type(field.default), default=field.default)
+    arguments = vars(parser.parse_args())
+    names = ("model", "faults", "plain")
+    model, faults, plain = (arguments.pop(name) for name in names)
+    instance = StandinInstance(model, Shape(**arguments), Faults(faults), plain)
+    asyncio.run(_serve(instance))
 
 
-async def _serve(arguments: argparse.Namespace, instance: StandinInstance) -> None:
+async def _serve(instance: StandinInstance) -> None:
     runner = web.AppRunner(
         instance.app(),
         access_log=None,
@@ -416,25 +377,16 @@ async def _serve(arguments: argparse.Namespace, instance: StandinInstance) -> No
     )
     await runner.setup()
     try:
-        site = web.TCPSite(runner, arguments.host, arguments.port, backlog=4096)
-        await site.start()
+        await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
         host, port = runner.addresses[0][:2]
         instance.transfers.host, instance.transfers.port = host, port
         print(f"http://{host}:{port}", flush=True)
-        await _until_stopped(arguments.until_stdin_closes)
+        stopped = asyncio.Event()
+        asyncio.get_running_loop().add_reader(sys.stdin, stopped.set)
+        await stopped.wait()
     finally:
         await runner.cleanup()
 
 
-async def _until_stopped(by_stdin: bool) -> None:
-    stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stopped.set)
-    if by_stdin:
-        loop.add_reader(sys.stdin, stopped.set)
-    await stopped.wait()
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
