@@ -16,6 +16,7 @@ import pytest
 
 from microbench.server_cpu import read_cpu
 from tests.harness.standin.process import standin
+from tests.load.test_load import make_plan as load_plan
 from tests.proc.living import eventually
 
 pytestmark = pytest.mark.slow
@@ -23,18 +24,8 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 
 
-def make_plan(requests=40, rate_rps=200.0, **changes) -> dict:
-    phases = [{"name": "growth", "requests": requests, "rate_rps": rate_rps}]
-    return {
-        "model": "null",
-        "vocab_size": 1000,
-        "prompt_tokens": 40,
-        "output_tokens": 4,
-        "request_timeout_s": 10.0,
-        "lag_budget_ms": 60_000.0,
-        "phases": phases,
-        **changes,
-    }
+def make_plan(**changes) -> dict:
+    return load_plan(**{"request_timeout_s": 10.0, "lag_budget_ms": 60_000.0} | changes)
 
 
 @pytest.fixture(scope="module")
@@ -278,17 +269,9 @@ Client.request = slow
 
 
 def reset_plan() -> dict:
-    return make_plan(
-        phases=[
-            {"name": "growth", "requests": 10, "rate_rps": 100.0},
-            {
-                "name": "hold.0.0.2",
-                "requests": 5,
-                "rate_rps": 100.0,
-                "reset_prefix_cache": True,
-            },
-        ],
-    )
+    growth = {"name": "growth", "requests": 10, "rate_rps": 100.0}
+    hold = {"name": "hold.0.0.2", "requests": 5, "rate_rps": 100.0}
+    return make_plan(phases=[growth, hold | {"reset_prefix_cache": True}])
 
 
 def test_a_reset_comes_after_the_drain_and_before_the_phase(slow_server, tmp_path):
@@ -392,21 +375,22 @@ def test_a_reset_that_never_happens_fails_the_run(server, tmp_path):
     assert len(result.phases) == 1
 
 
-def test_a_bad_plan_sends_and_writes_nothing(server, tmp_path):
-    run = Drive(tmp_path, server.url, make_plan(rate=3))
+@pytest.mark.parametrize(
+    ("written", "plan", "why"),
+    [
+        (None, {"rate": 3}, "unknown field `rate`"),
+        ("kept", {}, "never overwritten"),
+    ],
+)
+def test_what_is_refused_sends_and_writes_nothing(server, tmp_path, written, plan, why):
+    out = tmp_path / "requests.jsonl"
+    if written:
+        out.write_text(written)
+    run = Drive(tmp_path, server.url, make_plan(**plan))
     _, stderr = run.process.communicate()
     assert run.process.returncode == 64
-    assert "unknown field `rate`" in stderr
-    assert not run.out.exists()
-
-
-def test_records_are_never_overwritten(server, tmp_path):
-    (tmp_path / "requests.jsonl").write_text("kept")
-    run = Drive(tmp_path, server.url, make_plan())
-    _, stderr = run.process.communicate()
-    assert run.process.returncode == 64
-    assert "never overwritten" in stderr
-    assert run.out.read_text() == "kept"
+    assert why in stderr
+    assert (out.read_text() if out.exists() else None) == written
 
 
 BURN = """
@@ -445,7 +429,6 @@ sys.exit(subprocess.run([sys.executable, "-c", sys.argv[1]]).returncode)
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_cpu_time_counts_whoever_took_it(kind):
     server = f"BURN = {BURN!r}\nexec(BURN)\nprint(flush=True)\ninput()\n{KINDS[kind]}\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -368,79 +369,76 @@ def test_a_time_that_no_config_measured_has_no_curve(measured):
     ).is_empty()
 
 
-def break_nothing_there(folder: Path) -> str:
-    (folder / "run.json").unlink()
-    return "run.json: missing"
+STEPS_FILE = "plain/r0/engine_step.jsonl"
+NOT_READ = {
+    "nothing there": (lambda run: (run / "run.json").unlink(), "run.json: missing"),
+    "another schema": (
+        lambda run: (run / "run.json").write_text('{"schema": "kvtax.run/9"}'),
+        "schema is 'kvtax.run/9', this reader needs 'kvtax.run/1'",
+    ),
+    "unknown role": (
+        lambda run: change_run(
+            run, lambda of: of.update(configs={"plain": {"role": "referee"}})
+        ),
+        "'referee' - at `$.configs",
+    ),
+    "no plan": (
+        lambda run: change_run(run, lambda of: of.update(plan=[])),
+        "the plan is empty",
+    ),
+    "no levels": (
+        lambda run: change_run(run, lambda of: of["profile"]["load"].pop("ladder")),
+        "missing required field `ladder`",
+    ),
+    "another schema of steps": (
+        lambda run: rewrite(run / STEPS_FILE, "engine_step/1", "engine_step/2"),
+        "schema is 'kvtax.engine_step/2'",
+    ),
+    "no engine": (
+        lambda run: (run / STEPS_FILE).unlink(),
+        "engine_step.jsonl: missing",
+    ),
+    "no worker": (
+        lambda run: (run / "plain/r0/worker_step.r0.jsonl").unlink(),
+        "no worker_step.r*.jsonl",
+    ),
+    "no requests": (
+        lambda run: (run / "plain/r0/requests.jsonl").unlink(),
+        "requests.jsonl: missing",
+    ),
+    "a second engine": (
+        lambda run: copy_into(run / STEPS_FILE, run / "plain/r0/another life"),
+        "2 engine lives",
+    ),
+    "a foreign scheduler": (
+        lambda run: rewrite(run / STEPS_FILE, "cache_size", "other_size"),
+        "the scheduler has no block pool of vLLM's",
+    ),
+}
 
 
-def break_run_schema(folder: Path) -> str:
-    (folder / "run.json").write_text('{"schema": "kvtax.run/9"}')
-    return "schema is 'kvtax.run/9', this reader needs 'kvtax.run/1'"
-
-
-def break_role(folder: Path) -> str:
+def change_run(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     run = json.loads((folder / "run.json").read_text())
-    run["configs"] = {"plain": {"role": "referee"}}
+    change(run)
     (folder / "run.json").write_text(json.dumps(run))
-    return "'referee' - at `$.configs"
 
 
-def break_record_schema(folder: Path) -> str:
-    path = folder / "plain" / "r0" / "engine_step.jsonl"
-    path.write_text(path.read_text().replace("engine_step/1", "engine_step/2", 1))
-    return "schema is 'kvtax.engine_step/2'"
+def rewrite(path: Path, old: str, new: str) -> None:
+    path.write_text(path.read_text().replace(old, new))
 
 
-def break_engine_file(folder: Path) -> str:
-    (folder / "plain" / "r0" / "engine_step.jsonl").unlink()
-    return "engine_step.jsonl: missing"
+def copy_into(path: Path, folder: Path) -> None:
+    folder.mkdir()
+    shutil.copy(path, folder)
 
 
-def break_worker_file(folder: Path) -> str:
-    (folder / "plain" / "r0" / "worker_step.r0.jsonl").unlink()
-    return "no worker_step.r*.jsonl"
-
-
-def break_requests_file(folder: Path) -> str:
-    (folder / "plain" / "r0" / "requests.jsonl").unlink()
-    return "requests.jsonl: missing"
-
-
-def break_by_second_engine(folder: Path) -> str:
-    trial = folder / "plain" / "r0"
-    (trial / "another life").mkdir()
-    shutil.copy(trial / "engine_step.jsonl", trial / "another life")
-    return "2 engine lives"
-
-
-def break_by_foreign_scheduler(folder: Path) -> str:
-    path = folder / "plain" / "r0" / "engine_step.jsonl"
-    path.write_text(path.read_text().replace("cache_size", "other_size"))
-    return "the scheduler has no block pool of vLLM's"
-
-
-def break_by_a_run_without_levels(folder: Path) -> str:
-    run = json.loads((folder / "run.json").read_text())
-    del run["profile"]["load"]["ladder"]
-    (folder / "run.json").write_text(json.dumps(run))
-    return "missing required field `ladder`"
-
-
-def break_plan(folder: Path) -> str:
-    run = json.loads((folder / "run.json").read_text())
-    (folder / "run.json").write_text(json.dumps(run | {"plan": []}))
-    return "the plan is empty"
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [value for name, value in sorted(globals().items()) if name.startswith("break_")],
-)
+@pytest.mark.parametrize("damage", NOT_READ)
 def test_a_run_that_cannot_be_read_is_bad_input(
     damage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     folder = write_run(tmp_path, [Truth("plain")], repeats=1, steps=300)
-    message = damage(folder)
+    spoil, message = NOT_READ[damage]
+    spoil(folder)
     assert main(["sweep", "--report", str(folder)]) == 2
     assert message in capsys.readouterr().err
     assert not (folder / "SUMMARY.md").exists()

@@ -235,11 +235,6 @@ SHAPES: dict[str, tuple[Cost, str]] = {
     ),
     "the square": (lambda f: 1.3 * f.blocks_1k**2, "curved"),
 }
-# Each is below the margin, their sum is not.
-IN_TWO = {
-    "scheduler.build_connector_meta": growing(1.8),
-    "worker.get_finished": growing(1.8),
-}
 DRIFTING: dict[str, dict[str, Cost]] = {
     "all ever stored": {"worker.get_finished": lambda f: 6 * f.stored_1k},
     "the time since the last reset": {
@@ -248,67 +243,44 @@ DRIFTING: dict[str, dict[str, Cost]] = {
 }
 
 
+def per_request(facts: Facts) -> np.ndarray:
+    return np.where(facts.number % 60 == 30, 2_000 * facts.blocks_1k, 0)
+
+
+COSTS = GROWING | NOT_GROWING | {HIDDEN: {"the engine": growing(20)}}
+COSTS |= {name: {"worker.get_finished": cost} for name, (cost, _) in SHAPES.items()}
+COSTS |= DRIFTING | {
+    # Each is below the margin, their sum is not.
+    "two parts": {
+        "scheduler.build_connector_meta": growing(1.8),
+        "worker.get_finished": growing(1.8),
+    },
+    "falling": {"worker.get_finished": lambda f: 400 - 20 * f.blocks_1k},
+    "each request": {"scheduler.request_finished": per_request},
+}
+VERDICTS = dict.fromkeys(COSTS, "grows") | dict.fromkeys(DRIFTING, "drifts")
+VERDICTS |= dict.fromkeys([*NOT_GROWING, "falling"], "flat")
+
+
 @pytest.fixture(scope="module")
 def configs(tmp_path_factory):
     """What a run of all these connectors says of each of them."""
     folder = tmp_path_factory.mktemp("run")
-    costs = GROWING | NOT_GROWING | {HIDDEN: {"the engine": growing(20)}}
-    costs |= {name: {"worker.get_finished": cost} for name, (cost, _) in SHAPES.items()}
-    costs |= DRIFTING | {"two parts": IN_TWO}
-    costs["falling"] = {"worker.get_finished": lambda f: 400 - 20 * f.blocks_1k}
-    costs["each request"] = {
-        "scheduler.request_finished": lambda f: np.where(
-            f.number % 60 == 30, 2_000 * f.blocks_1k, 0
-        )
-    }
-    write_costs(folder, costs)
+    write_costs(folder, COSTS)
     return analyse(*load_run(folder), None).document.configs
 
 
-@pytest.fixture(scope="module")
-def verdicts(configs) -> dict[str, str]:
-    return {name: entry.verdict for name, entry in configs.items()}
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COSTS)
+def test_a_cost_has_its_verdict_wherever_it_is(name, configs):
+    assert configs[name].verdict == VERDICTS[name]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", GROWING)
-def test_growth_with_cache_is_seen_wherever_it_is(name, verdicts):
-    assert verdicts[name] == "grows"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NOT_GROWING)
-def test_what_does_not_grow_with_cache_is_flat(name, verdicts):
-    assert verdicts[name] == "flat"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SHAPES)
-def test_every_shape_of_growth_is_seen_and_named(name, configs):
-    assert configs[name].verdict == "grows"
-    assert configs[name].held["timed"].shape == SHAPES[name][1]
-
-
-@pytest.mark.slow
-def test_a_cost_of_each_request_grows_with_cache(verdicts):
-    assert verdicts["each request"] == "grows"
-
-
-@pytest.mark.slow
-def test_flat_is_true_of_the_sum_of_the_parts(verdicts):
-    assert verdicts["two parts"] == "grows"
-
-
-@pytest.mark.slow
-def test_a_cost_that_falls_with_cache_is_flat(configs):
-    assert configs["falling"].verdict == "flat"
-    assert configs["falling"].held["timed"].shape == "falls"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", DRIFTING)
-def test_what_something_else_makes_rise_drifts(name, verdicts):
-    assert verdicts[name] == "drifts"
+@pytest.mark.parametrize("name", [*SHAPES, "falling"])
+def test_every_shape_is_named(name, configs):
+    shape = SHAPES[name][1] if name in SHAPES else "falls"
+    assert configs[name].held["timed"].shape == shape
 
 
 @pytest.mark.slow
