@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the Python files of vLLM's releases are, and which release is tested.
+"""Pythons of tests: that of the vLLM that is tested, of other releases, and a bare one.
 
 TEST_VLLM names one of locks/releases/ to be tested instead of the installed one
 (make release-test).
@@ -8,6 +8,7 @@ TEST_VLLM names one of locks/releases/ to be tested instead of the installed one
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,3 +36,14 @@ def package_of(release: str) -> Path:
     if not package.is_dir():
         pytest.skip(f"no {package.relative_to(REPOSITORY)}: run make vllm-releases")
     return package
+
+
+def bare_environment(venv: Path) -> Path:
+    """Make a virtual environment without a package; return its site-packages."""
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin" / "python").symlink_to(os.path.realpath(sys.executable))
+    (venv / "pyvenv.cfg").write_text(f"home = {Path(sys.base_prefix, 'bin')}\n")
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    packages = venv / "lib" / version / "site-packages"
+    packages.mkdir(parents=True)
+    return packages

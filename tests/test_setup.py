@@ -14,6 +14,7 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -179,35 +180,45 @@ def test_a_changed_source_of_vllm_is_refused_before_any_of_it_runs(tmp_path):
     assert not (checkout / "third_party").exists()
 
 
-def test_a_package_that_cannot_be_installed_is_named(machine):
-    machine.has_apt("[[ $1 == update ]]")
-    done = machine.setup()
-    assert done.returncode == 1
-    assert "apt-get could not install" in done.stderr
-    assert "libnuma1" in done.stderr
+RELEASES = ("Debian 12", "Debian 13", "Ubuntu 22.04", "Ubuntu 24.04")
+# Scripts of commands; what is said then.
+FAILING = {
+    "a package that is not there": (
+        {"apt-get": "[[ $1 == update ]]"},
+        ("apt-get could not install", "libnuma1"),
+    ),
+    "no list of packages": (
+        {"apt-get": "echo no network >&2; exit 100"}, ("no network",)
+    ),
+    "packages without libraries": (
+        {"apt-get": ""}, ("still missing after the installation: lib",)
+    ),
+    "no fitting Python": (
+        {"python3": "exit 1", "apt-get": ""},
+        ("no Python 3.11, 3.12 or 3.13 found",),
+    ),
+    "no Python for uv": (
+        {"python3": "exit 1", "uv": "echo no network >&2; exit 2"},
+        ("no network", *RELEASES),
+    ),
+}  # fmt: skip
 
 
-def test_a_package_list_that_cannot_be_fetched_ends_it(machine):
-    machine.has_apt("echo no network >&2; exit 100")
+@pytest.mark.parametrize("missing", FAILING)
+def test_what_cannot_be_installed_is_named(machine, missing):
+    scripts, told = FAILING[missing]
+    if "python3" in scripts:
+        machine.has_libraries()
+    for command, script in scripts.items():
+        has = machine.has_apt if command == "apt-get" else partial(machine.has, command)
+        has(script)
     done = machine.setup()
     assert done.returncode != 0
-    assert "no network" in done.stderr
+    assert all(words in done.stderr for words in told)
 
 
-def test_an_installation_that_brings_no_library_is_noticed(machine):
-    machine.has_apt("")
-    done = machine.setup()
-    assert done.returncode == 1
-    assert "still missing after the installation: lib" in done.stderr
-
-
-def test_a_machine_without_a_fitting_python_is_told_which_one_it_takes(machine):
-    machine.has_libraries()
-    machine.has("python3", "exit 1")
-    machine.has_apt("")
-    done = machine.setup()
-    assert done.returncode == 1
-    assert "no Python 3.11, 3.12 or 3.13 found" in done.stderr
+def test_an_unknown_flavour_is_refused(machine):
+    assert "cpu or gpu" in machine.setup("tpu").stderr
 
 
 def test_uv_fetches_a_python_where_only_another_is_there(machine):
@@ -218,17 +229,6 @@ def test_uv_fetches_a_python_where_only_another_is_there(machine):
     assert machine.uv_calls()[0] == "venv -q --python 3.12 .venv"
 
 
-def test_what_to_install_is_said_where_uv_cannot_fetch_a_python(machine):
-    machine.has_libraries()
-    machine.has("python3", "exit 1")
-    machine.has("uv", "echo no network >&2; exit 2")
-    done = machine.setup()
-    assert done.returncode == 1
-    assert "no network" in done.stderr
-    for release in ("Debian 12", "Debian 13", "Ubuntu 22.04", "Ubuntu 24.04"):
-        assert release in done.stderr
-
-
 def test_the_venv_package_is_that_of_the_python_which_was_chosen(machine):
     machine.has_libraries()
     machine.has("python3", "exit 1")
@@ -236,11 +236,7 @@ def test_the_venv_package_is_that_of_the_python_which_was_chosen(machine):
     machine.has("python3.12", f'case "$2" in {answers} esac')
     done = machine.setup()
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].split() == [
-        "apt-get",
-        "install",
-        "python3.12-venv",
-    ]
+    assert done.stderr.splitlines()[-1].strip() == "apt-get install python3.12-venv"
 
 
 @pytest.mark.parametrize("failing", ["-m venv", "-m pip"])
@@ -255,12 +251,6 @@ def test_uv_that_cannot_be_installed_ends_it(machine, failing):
     done = machine.setup()
     assert done.returncode == 7
     assert "failing" in done.stderr
-
-
-def test_an_unknown_flavour_is_refused(machine):
-    done = machine.setup("tpu")
-    assert done.returncode == 1
-    assert "cpu or gpu" in done.stderr
 
 
 def test_an_installation_that_failed_is_not_taken_for_a_good_one(machine):

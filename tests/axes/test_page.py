@@ -61,19 +61,13 @@ def told(**changes) -> str:
     return text_of(GROWING, DEAD, **changes)
 
 
-def test_a_cell_that_grows_names_axis_order_and_method():
+def test_a_cell_has_its_axis_order_and_method_or_a_reason():
     text = told()
     assert "**running** (curved)" in text
     assert "`scheduler.build_connector_meta`" in text
-
-
-def test_a_cell_that_did_not_start_has_its_reason():
-    assert "| `noop` | 0.28.0 | no \\| device (vllm/v1/a.py:3) |" in told()
-
-
-def test_a_cell_that_is_missing_is_not_measured():
+    assert "| `noop` | 0.28.0 | no \\| device (vllm/v1/a.py:3) |" in text
     # The summary leaves out a connector that started on no release.
-    assert told().count("not measured") == 2 * TABLES - 1
+    assert text.count("not measured") == 2 * TABLES - 1
 
 
 def test_the_short_page_has_a_row_per_connector_of_the_newest_release():
@@ -112,19 +106,22 @@ def test_a_cell_beside_a_no_op_leads_with_the_ratio_of_their_steps():
     assert text.count(ends) == len(AXES)
 
 
+def without(axis: str, **changes: Any) -> CellRecord:
+    """A cell of the time before there was an axis."""
+    means = {name: us for name, us in GROWING.means_us.items() if name != axis}
+    return msgspec.structs.replace(GROWING, means_us=means, **changes)
+
+
 def test_an_axis_that_a_connector_has_not_has_no_row_of_it():
-    short = {axis: us for axis, us in GROWING.means_us.items() if axis != "tier"}
-    cell = msgspec.structs.replace(GROWING, means_us=short)
-    text = text_of(cell)
+    text = text_of(without("tier"))
     assert text.count("| `mooncake_both` |") == TABLES - 1
 
 
 def test_a_cell_from_before_there_was_an_axis_says_so():
-    old = {axis: us for axis, us in GROWING.means_us.items() if axis != "fragments"}
-    levels = {axis: GROWING.levels[axis] for axis in old}
-    cell = msgspec.structs.replace(GROWING, means_us=old, levels=levels)
+    levels = {name: of for name, of in GROWING.levels.items() if name != "fragments"}
     newer = msgspec.structs.replace(GROWING, release="0.28.0")
-    _, fragments = text_of(cell, newer).split("## Fragments", 1)
+    text = text_of(without("fragments", levels=levels), newer)
+    _, fragments = text.split("## Fragments", 1)
     (row,) = [
         line for line in fragments.split("## ")[0].splitlines() if "mooncake" in line
     ]
@@ -132,39 +129,39 @@ def test_a_cell_from_before_there_was_an_axis_says_so():
 
 
 def test_an_axis_that_no_cell_has_has_no_table():
-    means = {axis: us for axis, us in GROWING.means_us.items() if axis != "prompt"}
-    levels = {axis: GROWING.levels[axis] for axis in means}
-    old = msgspec.structs.replace(GROWING, levels=levels, means_us=means)
-    assert "arriving prompt" not in text_of(old)
+    levels = {name: of for name, of in GROWING.levels.items() if name != "prompt"}
+    assert "arriving prompt" not in text_of(without("prompt", levels=levels))
     assert "arriving prompt" in text_of(GROWING)
 
 
+CLAIM = Claim("vLLM #1", "walks", "mooncake_both", "running", "0.32.0")
+BESIDE_NOOP = msgspec.structs.replace(CLAIM, beside="noop")
+
+
+def answer(text: str) -> str:
+    """Return the row of the page that answers the claim."""
+    (row,) = [line for line in text.splitlines() if "vLLM #1" in line]
+    return row
+
+
 def test_a_report_is_answered_with_curve_and_verdict():
-    claim = Claim("vLLM #1", "walks", "mooncake_both", "running", "0.32.0")
-    (row,) = [line for line in told(claims=[claim]).splitlines() if "vLLM #1" in line]
+    row = answer(told(claims=[CLAIM]))
     assert "256: 9" in row
     assert "**grows**, curved" in row
 
 
 def test_a_report_can_be_answered_beside_another_config():
-    claim = Claim(
-        "vLLM #1", "walks", "mooncake_both", "running", "0.32.0", beside="noop"
-    )
     flat = made("noop", "0.32.0", noise=0)
-    text = text_of(GROWING, flat, claims=[claim])
-    (row,) = [line for line in text.splitlines() if "vLLM #1" in line]
+    row = answer(text_of(GROWING, flat, claims=[BESIDE_NOOP]))
     assert "and +0.0 [-0.0, +0.0] of `noop`" in row
 
 
 def of_hosts(**hosts: str) -> str:
     """The page of two cells that a report sets beside each other."""
-    claim = Claim(
-        "vLLM #1", "walks", "mooncake_both", "running", "0.32.0", beside="noop"
-    )
     cells = [
         msgspec.structs.replace(made(name), host=host) for name, host in hosts.items()
     ]
-    return text_of(*cells, claims=[claim])
+    return text_of(*cells, claims=[BESIDE_NOOP])
 
 
 def test_cells_of_several_hosts_are_marked_and_never_compared():
@@ -175,14 +172,12 @@ def test_cells_of_several_hosts_are_marked_and_never_compared():
     ]
     assert len(rows) == TABLES
     assert all("host 2 |" in row for row in rows)
-    (row,) = [line for line in text.splitlines() if "vLLM #1" in line]
-    assert "`noop` is of another host, and not compared" in row
+    assert "`noop` is of another host, and not compared" in answer(text)
 
 
 def test_cells_of_one_host_of_a_cluster_are_compared_and_not_marked():
     text = of_hosts(noop="10.0.0.1", mooncake_both="10.0.0.1")
-    (row,) = [line for line in text.splitlines() if "vLLM #1" in line]
-    assert "of `noop` |" in row
+    assert "of `noop` |" in answer(text)
     assert "<br> host" not in text
 
 

@@ -25,13 +25,21 @@ from kvtax.records.observatory_cell import CellRecord
 from kvtax.records.steps import only_life
 from kvtax.verdict.axes import growth
 from tests.proc.living import eventually, gone
+from tests.releases import bare_environment
 from tests.test_wheel import UV, built
+
+pytestmark = pytest.mark.e2e
 
 RUN_ALL = ["bash", str(REPOSITORY / "run_all.sh")]
 # One server each: that a config without a verdict gets another is of test_sweep.py.
 SMOKE = [*RUN_ALL, "--profile", "cpu-smoke", "--repeats", "1"]
 # Until a server that does not come is given up.
 STARTED_S = 480.0
+
+
+def swept(test):
+    """Mark a test of a sweep, which measures."""
+    return pytest.mark.serial(pytest.mark.timeout(3_600)(test))
 
 
 def package_digest(name: str) -> str:
@@ -113,9 +121,7 @@ def configs(whole) -> dict:
     return whole.configs
 
 
-@pytest.mark.e2e
-@pytest.mark.serial
-@pytest.mark.timeout(3_600)
+@swept
 def test_the_hash_walk_grows_with_the_level_at_which_the_cache_is_held(configs):
     walk = configs["mooncake_both_hash_sync"]
     assert walk["verdict"] == "grows"
@@ -128,9 +134,7 @@ def test_the_hash_walk_grows_with_the_level_at_which_the_cache_is_held(configs):
     assert shares == pytest.approx([0.0, 0.3, 0.6, 0.92, 1.0], abs=0.05)
 
 
-@pytest.mark.e2e
-@pytest.mark.serial
-@pytest.mark.timeout(3_600)
+@swept
 @pytest.mark.parametrize("name", ["plain", "noop"])
 def test_configs_without_the_walk_grow_at_most_a_third_as_fast(configs, name):
     # One server each tells them from the walk by far.
@@ -140,9 +144,7 @@ def test_configs_without_the_walk_grow_at_most_a_third_as_fast(configs, name):
         assert slope[metric]["ci95"][1] < walk[metric]["ci95"][0] / 3
 
 
-@pytest.mark.e2e
-@pytest.mark.serial
-@pytest.mark.timeout(3_600)
+@swept
 def test_the_walk_is_found_in_build_connector_meta(configs):
     walk, noop = configs["mooncake_both_hash_sync"], configs["noop"]
     assert walk["build_meta_us"]["p50"] > 20 * noop["build_meta_us"]["p50"]
@@ -150,18 +152,14 @@ def test_the_walk_is_found_in_build_connector_meta(configs):
     assert configs["plain"]["build_meta_us"] is None
 
 
-@pytest.mark.e2e
-@pytest.mark.serial
-@pytest.mark.timeout(3_600)
+@swept
 def test_the_cache_grew_from_empty_to_the_ceiling(configs):
     for config in configs.values():
         assert config["cache_blocks"]["min"] <= 300
         assert config["cache_blocks"]["max"] >= 11_900
 
 
-@pytest.mark.e2e
-@pytest.mark.serial
-@pytest.mark.timeout(3_600)
+@swept
 def test_every_scheduled_request_has_exactly_one_outcome(configs):
     for config in configs.values():
         requests = config["requests"]
@@ -169,9 +167,7 @@ def test_every_scheduled_request_has_exactly_one_outcome(configs):
         assert requests["failed"] == requests["cancelled"] == 0
 
 
-@pytest.mark.e2e
-@pytest.mark.serial
-@pytest.mark.timeout(3_600)
+@swept
 def test_every_engine_step_has_its_worker_step(configs):
     for config in configs.values():
         records = config["records"]
@@ -181,17 +177,13 @@ def test_every_engine_step_has_its_worker_step(configs):
         assert records["torn_lines"] == 0
 
 
-@pytest.mark.e2e
-@pytest.mark.serial
-@pytest.mark.timeout(3_600)
+@swept
 def test_the_trees_are_gone_and_no_server_is_left(whole):
     assert not (whole.folder / "overlays").exists()
     assert not [pid for pid in descendants(1) if belongs_to(pid, whole.folder)]
 
 
-@pytest.mark.e2e
-@pytest.mark.serial
-@pytest.mark.timeout(3_600)
+@swept
 def test_a_server_that_dies_fails_its_config_and_not_the_others(hurt):
     """Neither the one before it nor the one after."""
     assert hurt.status == 3
@@ -206,9 +198,7 @@ def test_a_server_that_dies_fails_its_config_and_not_the_others(hurt):
         assert requests["ok"] == requests["scheduled"] > 0
 
 
-@pytest.mark.e2e
-@pytest.mark.serial
-@pytest.mark.timeout(3_600)
+@swept
 def test_a_resumed_run_measures_what_failed_and_nothing_twice(hurt, whole):
     failed = {name for name, trial in hurt.trials.items() if trial.status != "ok"}
     again = {name for name in hurt.trials if hurt.trials[name] != whole.trials[name]}
@@ -216,9 +206,7 @@ def test_a_resumed_run_measures_what_failed_and_nothing_twice(hurt, whole):
     assert "noop/r0" in failed and len(failed) < len(hurt.trials)
 
 
-@pytest.mark.e2e
-@pytest.mark.serial
-@pytest.mark.timeout(3_600)
+@swept
 def test_a_finished_run_is_not_overwritten(whole):
     again = subprocess.run(
         [*SMOKE, "--out", whole.folder], stderr=subprocess.PIPE, text=True
@@ -227,9 +215,7 @@ def test_a_finished_run_is_not_overwritten(whole):
     assert "--resume" in again.stderr
 
 
-@pytest.mark.e2e
-@pytest.mark.serial
-@pytest.mark.timeout(3_600)
+@swept
 @pytest.mark.long  # test_supervise.py shows it of any server, test_run_command of vLLM
 @pytest.mark.parametrize(
     ("number", "status"),
@@ -281,9 +267,7 @@ def listening_ports(processes: list[int]) -> set[int]:
     return ports
 
 
-@pytest.mark.e2e
-@pytest.mark.serial
-@pytest.mark.timeout(3_600)
+@swept
 def test_the_sweep_ends_with_a_page_that_has_every_verdict(whole, configs):
     text = (whole.folder / "report.html").read_text()
     data = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
@@ -292,9 +276,7 @@ def test_the_sweep_ends_with_a_page_that_has_every_verdict(whole, configs):
     assert told == {name: config["verdict"] for name, config in configs.items()}
 
 
-@pytest.mark.e2e
-@pytest.mark.serial
-@pytest.mark.timeout(3_600)
+@swept
 @pytest.mark.long
 @pytest.mark.timeout(7_200)
 def test_every_synthetic_cost_gets_its_expected_verdict(tmp_path):
@@ -335,19 +317,13 @@ slope_us_per_1k_blocks = { "scheduler.build_connector_meta" = 2.0 }
 def their_venv(tmp_path) -> Path:
     """An environment of somebody else, with our packages."""
     venv = tmp_path / "venv"
-    packages = venv / "lib" / Path(sysconfig.get_path("purelib")).parent.name
-    packages = packages / "site-packages"
-    packages.mkdir(parents=True)
+    packages = bare_environment(venv)
     (packages / "theirs.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    (venv / "bin").mkdir()
-    (venv / "bin" / "python").symlink_to(os.path.realpath(sys.executable))
-    (venv / "pyvenv.cfg").write_text(f"home = {Path(sys.base_prefix, 'bin')}\n")
     for library in Path(sys.prefix, "lib").glob("*.so*"):
         (venv / "lib" / library.name).symlink_to(library)
     return venv
 
 
-@pytest.mark.e2e
 @pytest.mark.long
 def test_a_connector_that_grows_breaks_its_limits_and_the_python_keeps_every_byte(
     their_venv, tmp_path
@@ -428,7 +404,6 @@ def gate(venv, tmp_path):
     return run
 
 
-@pytest.mark.e2e
 @pytest.mark.long
 @pytest.mark.serial
 def test_a_connector_in_the_working_folder_breaks_its_limit(gate, venv, tmp_path):
@@ -445,7 +420,6 @@ def test_a_connector_in_the_working_folder_breaks_its_limit(gate, venv, tmp_path
     assert {path: path.stat().st_mtime_ns for path in vllm.rglob("*")} == before
 
 
-@pytest.mark.e2e
 @pytest.mark.long
 @pytest.mark.serial
 def test_exit_codes_tell_bad_input_from_what_did_not_start(gate):

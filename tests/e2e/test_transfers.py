@@ -37,6 +37,8 @@ from tests.harness.tiny import (
 )
 from tests.releases import INSTALLED
 
+pytestmark = pytest.mark.e2e
+
 
 async def route(connector: str, p: TinyServer, d: TinyServer, prompt: Tokens) -> Answer:
     """D's answer to a prompt that P has prefilled. Raises RequestFailed."""
@@ -182,7 +184,6 @@ def direction(request) -> int:
     return request.param
 
 
-@pytest.mark.e2e
 async def test_tokens_are_those_of_a_single_instance_at_every_length(pair, direction):
     p, d = pair.instances[::direction]
     before_p, before_d = await p.counters(), await d.counters()
@@ -196,7 +197,6 @@ async def test_tokens_are_those_of_a_single_instance_at_every_length(pair, direc
     await asyncio.gather(p.settle(), d.settle())
 
 
-@pytest.mark.e2e
 async def test_only_what_the_decode_side_has_not_cached_is_pulled(pair, direction):
     p, d = pair.instances[::direction]
     before = await d.counters()
@@ -214,7 +214,6 @@ async def test_only_what_the_decode_side_has_not_cached_is_pulled(pair, directio
     await asyncio.gather(p.settle(), d.settle())
 
 
-@pytest.mark.e2e
 async def test_sixteen_at_once_in_both_directions(pair):
     one, other = pair.instances
     before = [await one.counters(), await other.counters()]
@@ -274,7 +273,6 @@ def bench(lab: TinyServers, start, reference: Reference) -> Iterator[Bench]:
         yield Bench(*instances, reference)
 
 
-@pytest.mark.e2e
 async def test_other_weights_on_the_prefill_side_are_noticed(bench):
     # D computes what it cannot pull in time, and a first pull takes longest.
     await route("mooncake", bench.foreign, bench.d, prompt(59_999, 500))
@@ -288,7 +286,6 @@ async def test_other_weights_on_the_prefill_side_are_noticed(bench):
     await asyncio.gather(bench.foreign.settle(), bench.d.settle())
 
 
-@pytest.mark.e2e
 async def test_abort_before_it_is_scheduled(bench):
     expired = expirations(bench.p)
     async with occupied(bench.d, MAX_SEQS):
@@ -298,7 +295,6 @@ async def test_abort_before_it_is_scheduled(bench):
     await bench.well(seed=61_001)
 
 
-@pytest.mark.e2e
 async def test_abort_while_it_waits_for_remote_kv(bench):
     prompts = [prompt(62_000 + i, 500) for i in range(2)]
     ids = [uuid.uuid4().hex for _ in prompts]
@@ -314,7 +310,6 @@ async def test_abort_while_it_waits_for_remote_kv(bench):
     await bench.well(seed=62_002)
 
 
-@pytest.mark.e2e
 async def test_abort_on_the_prefill_side_lets_the_decode_side_go_on_at_once(bench):
     asked, transfer_id = prompt(63_000, 500), uuid.uuid4().hex
     await bench.reference.tokens([asked])
@@ -330,7 +325,6 @@ async def test_abort_on_the_prefill_side_lets_the_decode_side_go_on_at_once(benc
     await bench.well(seed=63_001)
 
 
-@pytest.mark.e2e
 async def test_abort_while_the_prefill_side_is_sending(bench):
     asked = prompt(64_000, LONG_TOKENS)
     await bench.pulls(bench.p, bench.d, seed=64_001)
@@ -345,7 +339,6 @@ async def test_abort_while_the_prefill_side_is_sending(bench):
     await bench.well(seed=64_002)
 
 
-@pytest.mark.e2e
 async def test_bootstrap_server_gone(bench):
     """Nothing listens there, or it does not answer, or it knows another engine."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -367,7 +360,6 @@ async def test_bootstrap_server_gone(bench):
     await bench.well(seed=65_003)
 
 
-@pytest.mark.e2e
 async def test_prefill_side_stopped_past_its_timeout(bench):
     asked, transfer_id = prompt(66_000, 500), uuid.uuid4().hex
     unsent = prompt(66_001, 500)
@@ -386,7 +378,6 @@ async def test_prefill_side_stopped_past_its_timeout(bench):
     await bench.well(seed=66_002)
 
 
-@pytest.mark.e2e
 async def test_prefill_side_stopped_while_sending(bench):
     """D keeps the blocks as long as P may write to them, and goes on serving."""
     await route("mooncake", bench.foreign, bench.d, prompt(70_000, 500))
@@ -411,7 +402,6 @@ async def test_prefill_side_stopped_while_sending(bench):
     await bench.d.settle()
 
 
-@pytest.mark.e2e
 @pytest.mark.long  # tests/patched/test_abort_race.py shows it in the engine alone
 async def test_without_the_fix_an_abort_before_scheduling_is_the_end_of_the_engine(
     bench, start
@@ -428,7 +418,6 @@ async def test_without_the_fix_an_abort_before_scheduling_is_the_end_of_the_engi
     assert "AssertionError" in log
 
 
-@pytest.mark.e2e
 async def test_by_default_a_failed_pull_fails_its_request_alone(bench):
     closed_port = reserve(1)[0].http
     params = {
@@ -442,7 +431,6 @@ async def test_by_default_a_failed_pull_fails_its_request_alone(bench):
     await bench.foreign.settle()
 
 
-@pytest.mark.e2e
 def test_the_defence_in_the_scheduler_was_not_needed(bench):
     """The connector itself must report nothing wrong."""
     for instance in (bench.p, bench.d, bench.foreign):

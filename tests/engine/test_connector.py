@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
@@ -275,22 +276,21 @@ def test_the_sweep_serves_it(brand_new, tmp_path):
     assert told["kv_connector"] == "BrandNewConnector"
 
 
-def test_the_fleet_launches_it(brand_new, tmp_path):
-    settings = read_instance_settings(CONFIGS / "profiles" / "h20-30b-a3b.toml")
+SETTINGS = CONFIGS / "profiles" / "h20-30b-a3b.toml"
+
+
+def test_the_fleet_launches_it_and_refuses_roles_until_its_toml_says_how_kv_moves(
+    brand_new, tmp_path
+):
+    settings = read_instance_settings(SETTINGS)
     spec = FleetSpec(settings, "brand_new", brand_new, ["both", "both"])
     made = members(spec, reserve(2), [[], []], tmp_path)
     assert [member.instance.connector for member in made] == [None, None]
     own = launch_spec.own_connector(spec, "both")
     assert own.kv_transfer_config["kv_role"] == "kv_both"
-
-
-def test_roles_of_their_own_are_refused_until_its_toml_says_how_kv_moves(
-    brand_new, tmp_path
-):
-    settings = read_instance_settings(CONFIGS / "profiles" / "h20-30b-a3b.toml")
-    spec = FleetSpec(settings, "brand_new", brand_new, ["prefill", "decode"])
+    apart = FleetSpec(settings, "brand_new", brand_new, ["prefill", "decode"])
     with pytest.raises(SpecError, match=r"brand_new.*`transfer`"):
-        members(spec, reserve(2), [[], []], tmp_path)
+        members(apart, reserve(2), [[], []], tmp_path)
 
 
 def test_the_results_that_a_sweep_replaces_are_no_uncommitted_change(
@@ -381,19 +381,15 @@ def test_it_listens_and_all_places_name_the_same_port(folder):
         assert not needs_company(told)
 
 
-def test_it_ends_with_the_block(folder):
-    with accompanied(companion_of(), folder, installation()):
-        pid = pid_of(folder)
-    assert gone([pid])
-
-
-def test_it_ends_when_the_engine_fails(folder):
+@pytest.mark.parametrize("error", [None, "the engine died"])
+def test_it_ends_with_the_block_and_when_the_engine_fails(folder, error):
     with (
-        pytest.raises(RuntimeError, match="the engine died"),
+        pytest.raises(RuntimeError, match=error) if error else nullcontext(),
         accompanied(companion_of(), folder, installation()),
     ):
         pid = pid_of(folder)
-        raise RuntimeError("the engine died")
+        if error:
+            raise RuntimeError(error)
     assert gone([pid])
 
 
@@ -412,19 +408,19 @@ def test_nothing_is_left_when_the_owner_dies_of(number, folder):
     eventually(lambda: gone([pid]))
 
 
-def test_one_that_dies_is_told_with_the_end_of_its_log(folder):
+@pytest.mark.parametrize(
+    ("companion", "why"),
+    [
+        (companion_of("dies"), r"companion did not start(.|\n)*no more mem"),
+        (companion_of(module="nobody_knows_it"), "No module named nobody_knows_it"),
+    ],
+)
+def test_one_that_does_not_start_is_told_with_the_end_of_its_log(
+    folder, companion, why
+):
     with (
-        pytest.raises(ServerError, match=r"companion did not start(.|\n)*no more mem"),
-        accompanied(companion_of("dies"), folder, installation()),
-    ):
-        pass
-
-
-def test_one_that_is_not_installed_is_told(folder):
-    stranger = companion_of(module="nobody_knows_it")
-    with (
-        pytest.raises(ServerError, match=r"No module named nobody_knows_it"),
-        accompanied(stranger, folder, installation()),
+        pytest.raises(ServerError, match=why),
+        accompanied(companion, folder, installation()),
     ):
         pass
 

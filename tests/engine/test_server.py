@@ -34,7 +34,7 @@ from kvtax.patcher.at_import import SOURCES
 from kvtax.patcher.import_finder import MODULES
 from kvtax.paths import PATCHES, REPOSITORY
 from kvtax.proc.ports import MOONCAKE, PortsError, reserve
-from tests.releases import package_of
+from tests.releases import bare_environment, package_of
 
 READ = "direct_read_serving"
 # What `ray start` has for --min-worker-port and --max-worker-port.
@@ -240,17 +240,12 @@ def test_a_list_of_plugins_that_is_inherited_gets_the_null_model(
 @pytest.fixture
 def theirs(tmp_path) -> Installation:
     """A Python of a user whose vLLM has no bytecode, as uv installs it."""
-    venv = tmp_path / "venv"
-    (venv / "bin").mkdir(parents=True)
-    (venv / "bin" / "python").symlink_to(os.path.realpath(sys.executable))
-    (venv / "pyvenv.cfg").write_text(f"home = {Path(sys.base_prefix, 'bin')}\n")
-    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    server = venv / "lib" / version / "site-packages" / "vllm/entrypoints/openai"
+    server = bare_environment(tmp_path / "venv") / "vllm/entrypoints/openai"
     server.mkdir(parents=True)
     (server / "api_server.py").write_text("")
     for folder in (server, *list(server.parents)[:2]):
         (folder / "__init__.py").write_text("")
-    return installation(str(venv / "bin" / "python"))
+    return installation(str(tmp_path / "venv" / "bin" / "python"))
 
 
 @pytest.mark.slow

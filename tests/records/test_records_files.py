@@ -74,19 +74,6 @@ def test_a_file_cut_at_any_byte_loses_only_its_torn_last_line(path: Path) -> Non
         assert lines.torn_lines == (size > 0 and whole[size - 1 : size] != b"\n")
 
 
-@pytest.mark.parametrize("junk", [b'{"t_ns":9,"off\n', b"\0\0\0\0\n"])
-def test_a_last_line_that_is_no_json_is_torn(path: Path, junk: bytes) -> None:
-    put(path, junk)
-    lines = read_lines(path, ReadsHeader, ReadRecord)
-    assert (lines.records, lines.torn_lines) == (READS[:1], 1)
-
-
-def test_a_last_line_that_is_whole_and_wrong_is_refused(path: Path) -> None:
-    put(path, b'{"t_ns":"nine"}\n')
-    with pytest.raises(RecordsError, match=r"reads\.jsonl:3: "):
-        read_lines(path, ReadsHeader, ReadRecord)
-
-
 @pytest.mark.parametrize(
     "junk", [b'{"t_ns":9,"off\n', b'{"t_ns":"nine"}\n', b"[]\n", b"\n"]
 )

@@ -81,32 +81,24 @@ def chunk_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     return request.param
 
 
+JUNK = [b'{"step_id":9,"sche', b"\0\0\0\0", b'{"step_id":2,"t_ns":"x"}', b'{"a":1}']
+
+
 @pytest.mark.usefixtures("chunk_bytes")
-@pytest.mark.parametrize("junk", [b'{"step_id":9,"sche\n', b"\0\0\0\0\n"])
-def test_an_undecodable_last_line_is_dropped_and_counted(
-    tmp_path: Path, junk: bytes
+@pytest.mark.parametrize("follows", [b"", b'{"step_id":2,"t_ns":2}\n'])
+@pytest.mark.parametrize("junk", JUNK)
+def test_junk_in_a_chunk_is_torn_or_named_as_in_a_line(
+    tmp_path: Path, junk: bytes, follows: bytes
 ) -> None:
-    frame, torn = read(write(tmp_path / "e", STEPS[:1], junk))
-    assert (frame.height, torn) == (1, 1)
-
-
-@pytest.mark.usefixtures("chunk_bytes")
-@pytest.mark.parametrize(
-    "junk", [b'{"step_id":9,"sche\n', b'{"step_id":1,"t_ns":"x"}\n', b'{"a":1}\n']
-)
-def test_a_bad_line_in_the_middle_is_an_error_with_file_and_line(
-    tmp_path: Path, junk: bytes
-) -> None:
-    path = write(tmp_path / "e", STEPS[:2], junk + b'{"step_id":2,"t_ns":2}\n')
-    with pytest.raises(RecordsError, match=r"e:4: "):
-        read(path)
-
-
-@pytest.mark.usefixtures("chunk_bytes")
-def test_a_last_line_that_is_whole_and_wrong_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "e", STEPS[:2], b'{"step_id":2,"t_ns":"x"}\n')
-    with pytest.raises(RecordsError, match=r"e:4: "):
-        read(path)
+    path = write(tmp_path / "e", STEPS[:2], junk + b"\n" + follows)
+    if not follows and junk in JUNK[:2]:
+        assert read_lines(path, EngineHeader, EngineStep).torn_lines == 1
+        frame, torn = read(path)
+        assert (frame.height, torn) == (2, 1)
+        return
+    for reader in (read, lambda path: read_lines(path, EngineHeader, EngineStep)):
+        with pytest.raises(RecordsError, match=r"e:4: "):
+            reader(path)
 
 
 def test_another_schema_is_refused_and_both_are_named(tmp_path: Path) -> None:
