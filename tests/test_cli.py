@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import resource
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -160,27 +159,6 @@ def test_a_sign_that_the_terminal_lacks_is_no_error(anonymise, tmp_path):
     )
     assert (described.returncode, described.stderr) == (Exit.GOOD, "")
     assert "| requests |" in described.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("signum", "code"),
-    [(signal.SIGINT, Exit.INTERRUPTED), (signal.SIGTERM, Exit.TERMINATED)],
-)
-def test_a_signal_ends_a_running_command_with_its_code(signum, code, tmp_path):
-    (tmp_path / "engine_step.jsonl").write_text("")
-    running = subprocess.Popen(
-        [*KVTAX, "look", str(tmp_path), "--prometheus", "127.0.0.1:0"],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert running.stdout.readline()
-    running.send_signal(signum)
-    _, errors = running.communicate(timeout=120)
-    assert "Traceback" not in errors
-    assert running.returncode == code
 
 
 def test_no_subcommand_is_missing_from_the_readme():

@@ -207,15 +207,6 @@ def test_a_resumed_run_measures_what_failed_and_nothing_twice(hurt, whole):
 
 
 @swept
-def test_a_finished_run_is_not_overwritten(whole):
-    again = subprocess.run(
-        [*SMOKE, "--out", whole.folder], stderr=subprocess.PIPE, text=True
-    )
-    assert again.returncode == 2
-    assert "--resume" in again.stderr
-
-
-@swept
 @pytest.mark.long  # test_supervise.py shows it of any server, test_run_command of vLLM
 @pytest.mark.parametrize(
     ("number", "status"),

@@ -244,19 +244,6 @@ def test_a_sweep_loses_a_host_and_each_repeat_is_there_once_and_whole(
     kvtax_cluster.nothing_stays("microbench", "vllm", within_s=CLEAN_S)
 
 
-@on_cluster
-def test_a_sweep_is_killed_and_no_server_stays(
-    kvtax_cluster: RayCluster, tmp_path: Path
-) -> None:
-    command = ["sweep", "--profile", "cpu-smoke", "--only", "plain", "--repeats", "2"]
-    out = ["--out", str(tmp_path / "run")]
-    with kvtax(kvtax_cluster, tmp_path / "log", *command, *out) as sweep:
-        sweep.wait(lambda: bool(kvtax_cluster.hosts[1].processes("microbench.driver")))
-        sweep.process.kill()
-        sweep.status()
-    kvtax_cluster.nothing_stays("microbench", "vllm", within_s=CLEAN_S)
-
-
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A copy of this one, as the observatory writes into its own."""

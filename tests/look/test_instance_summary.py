@@ -154,18 +154,6 @@ def test_a_slope_is_found_on_its_axis_and_not_on_the_others(axis, column, per):
             assert found[other].low < 0 < found[other].high
 
 
-@pytest.mark.slow
-def test_intervals_hold_the_truth_as_often_as_they_say():
-    rng = np.random.default_rng(8)
-    held = []
-    for _ in range(60):
-        steps = traffic(rng, 8_000)
-        us = 2.0 * steps["cache_size"] / 1_000 + noise(rng, steps.height)
-        slope = moved(steps.with_columns(us.alias("us")))["cache"]
-        held.append(slope.low < 2.0 < slope.high)
-    assert np.mean(held) > 0.85
-
-
 def test_what_hardly_changed_is_not_known():
     rng = np.random.default_rng(1)
     steps = traffic(rng).with_columns(pl.lit(5_000).alias("cache_size"))

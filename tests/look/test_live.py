@@ -280,8 +280,15 @@ def test_a_wrong_address_says_what_is_wanted(tmp_path, address):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [["--follow"], ["--prometheus", "127.0.0.1:0"]])
-def test_watching_ends_at_once_with_ctrl_c(tmp_path: Path, how):
+@pytest.mark.parametrize(
+    ("how", "number"),
+    [
+        (["--follow"], signal.SIGINT),
+        (["--prometheus", "127.0.0.1:0"], signal.SIGINT),
+        (["--prometheus", "127.0.0.1:0"], signal.SIGTERM),
+    ],
+)
+def test_watching_ends_at_once_with_a_signal(tmp_path: Path, how, number):
     folder = served(tmp_path / "records", steps=20).write()
     process = subprocess.Popen(
         [sys.executable, "-m", "kvtax", "look", str(folder), *how],
@@ -293,7 +300,7 @@ def test_watching_ends_at_once_with_ctrl_c(tmp_path: Path, how):
     assert process.stdout.readline().startswith("watching")
     time.sleep(0.5)
     assert process.poll() is None
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, errors = process.communicate(timeout=120)
-    assert process.returncode == 130
+    assert process.returncode == 128 + number
     assert "Traceback" not in errors

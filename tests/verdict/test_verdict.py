@@ -334,11 +334,6 @@ def test_a_neighbour_that_looks_like_growth_in_one_pass_does_not_convince():
     assert verdict_of([slowed(trial, start, stop, 2.0)]) != "grows"
 
 
-def test_a_machine_that_slows_down_for_good_drifts_and_does_not_grow():
-    trials = [trial_of(Truth("plain", drift=40.0), r, r) for r in range(2)]
-    assert verdict_of(trials) == "drifts"
-
-
 def test_what_rises_with_the_level_is_growth_whatever_drifts_besides():
     trials = [trial_of(Truth("plain", slope=20.0, drift=40.0), r, r) for r in range(2)]
     assert verdict_of(trials) == "grows"
