@@ -57,6 +57,7 @@ from tests.harness.tiny import (
     Tokens,
     prompt,
 )
+from tests.proc.living import gone
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -111,15 +112,6 @@ def complete(instance: Instance, prompt: list[int]) -> dict:
 def check(file: Path) -> subprocess.CompletedProcess:
     command = [*LAUNCH, "--check", str(file)]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-
-
-def runs(pid: int) -> bool:
-    """A zombie, which its new parent has yet to take note of, does not."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 def test_what_was_launched_is_in_order(fleet):
@@ -212,7 +204,7 @@ def test_ctrl_c_leaves_nothing(fleet, instances):
     assert len(below) > 4
     process.send_signal(signal.SIGINT)
     assert process.wait(STOP_DEADLINE_S) == 128 + signal.SIGINT
-    assert not [pid for pid in below if runs(pid)]
+    assert gone(below)
     assert not (folder / "instances.json").exists()
     assert not (folder / "workshop").exists()
     for instance in instances:

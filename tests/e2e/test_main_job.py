@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from kvtax.engine.installation import installation
@@ -244,17 +245,11 @@ def belongs_to(pid: int, folder: Path) -> bool:
 
 
 def listening_ports(processes: list[int]) -> set[int]:
-    sockets = set()
-    for pid in processes:
-        with suppress(OSError):  # it ends while it is looked at
-            for link in Path(f"/proc/{pid}/fd").iterdir():
-                with suppress(OSError):
-                    sockets.add(os.readlink(link))
     ports = set()
-    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-        fields = line.split()
-        if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
-            ports.add(int(fields[1].rpartition(":")[2], 16))
+    for pid in processes:
+        with suppress(psutil.NoSuchProcess):
+            connections = psutil.Process(pid).net_connections("inet4")
+            ports |= {of.laddr.port for of in connections if of.status == "LISTEN"}
     return ports
 
 

@@ -574,25 +574,28 @@ def aiperf_lines(folder: Path) -> tuple[Path, list[dict]]:
     return path, [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_time_of_an_unknown_unit_is_named_and_not_taken_for_no_answer(tmp_path):
-    path, lines = aiperf_lines(tmp_path)
-    lines[1]["metrics"]["request_latency"]["unit"] = "fortnights"
-    write_json(path, *lines)
-    ((instance,), clients) = joined(tmp_path)
-    assert known(instance) == 49
-    (message,) = kinds(clients).values()
-    assert "profile_export.jsonl:2: " in message
-    assert "request_latency has the unknown unit 'fortnights'" in message
+UNKNOWN_UNIT = "request_latency has the unknown unit 'fortnights'"
 
 
-def test_a_count_that_cannot_be_is_not_known(tmp_path):
+@pytest.mark.parametrize(
+    ("metric", "value", "joins", "why"),
+    [
+        ("request_latency", {"value": 5, "unit": "fortnights"}, 49, [UNKNOWN_UNIT]),
+        ("usage_prompt_tokens", {"value": 1e300, "unit": "tokens"}, 50, []),
+    ],
+)
+def test_a_metric_that_cannot_be_is_named_or_not_known(
+    tmp_path, metric, value, joins, why
+):
     path, lines = aiperf_lines(tmp_path)
-    count = {"value": 1e300, "unit": "tokens"}
-    lines[1]["metrics"]["usage_prompt_tokens"] = count
+    lines[1]["metrics"][metric] = value
     write_json(path, *lines)
     ((instance,), clients) = joined(tmp_path)
-    assert clients.warnings == []
-    assert known(instance) == 50
+    assert known(instance) == joins
+    assert len(clients.warnings) == len(why)
+    for warning, words in zip(clients.warnings, why, strict=True):
+        assert "profile_export.jsonl:2: " in warning.message
+        assert words in warning.message
 
 
 def test_results_whose_lists_differ_are_named_and_hide_nothing(tmp_path, capsys):

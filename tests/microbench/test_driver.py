@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import urllib.request
 from pathlib import Path
 
@@ -39,6 +40,21 @@ def slow_server():
     """A server that takes 50 ms per token."""
     with standin("--step-us", "50000") as running:
         yield running
+
+
+def before_each_request(code: str) -> str:
+    """Write a program that has the driver run `code` as it sends `record`."""
+    lines = textwrap.indent(textwrap.dedent(code).strip(), "    ")
+    return f"""
+import threading, time
+from kvtax.load.client import Client, Ledger
+request, write = Client.request, Ledger._write
+sent, before = threading.Event(), iter(range(99))
+async def changed(self, record, *args):
+{lines}
+    await request(self, record, *args)
+Client.request = changed
+"""
 
 
 class Drive:
@@ -211,20 +227,12 @@ def test_a_stalled_server_does_not_delay_sends(tmp_path):
 
 def test_a_slow_disk_does_not_delay_sends(server, tmp_path):
     """The first write takes until the last request is sent."""
-    slow_write = """
-import threading
-from kvtax.load.client import Client
-from kvtax.load.client import Ledger
-sent, before = threading.Event(), iter(range(99))
-request, write = Client.request, Ledger._write
-async def counted(self, *args):
-    if next(before, None) is None:
-        sent.set()
-    await request(self, *args)
+    slow_write = before_each_request("if next(before, None) is None: sent.set()")
+    slow_write += """
 def slow(self, lines):
     assert sent.wait(120)
     write(self, lines)
-Client.request, Ledger._write = counted, slow
+Ledger._write = slow
 """
     result = drive(tmp_path, server.url, make_plan(requests=100), slow_write)
     assert result.code == 0, result.stderr
@@ -249,18 +257,9 @@ Ledger._write = full
 
 
 def test_a_slow_event_loop_makes_the_run_invalid(server, tmp_path):
-    slow_send = """
-import time
-from kvtax.load.client import Client
-request = Client.request
-async def slow(self, *args):
-    time.sleep(0.02)
-    await request(self, *args)
-Client.request = slow
-"""
-    result = drive(
-        tmp_path, server.url, make_plan(rate_rps=100.0, lag_budget_ms=50.0), slow_send
-    )
+    plan = make_plan(rate_rps=100.0, lag_budget_ms=50.0)
+    slow_send = before_each_request("time.sleep(0.02)")
+    result = drive(tmp_path, server.url, plan, slow_send)
     assert result.code == 3
     assert result.end["ok"] == 40
     assert result.end["valid"] is False
@@ -334,16 +333,9 @@ def test_a_phase_pauses_before_it_if_it_says_so(server, tmp_path):
 
 
 def test_the_lag_of_what_was_not_to_be_on_time_does_not_count(server, tmp_path):
-    slow_fill = """
-import time
-from kvtax.load.client import Client
-request = Client.request
-async def slow(self, record, *args):
-    if record.phase.startswith("fill"):
-        time.sleep(0.5)
-    await request(self, record, *args)
-Client.request = slow
-"""
+    slow_fill = before_each_request(
+        "if record.phase.startswith('fill'): time.sleep(0.5)"
+    )
     phases = [
         {"name": "fill.0.0.2", "requests": 4, "rate_rps": 1000.0,
          "after_answers": True},
