@@ -30,6 +30,7 @@ from kvtax_fleet.launch.instance_settings import read_instance_settings
 from kvtax_fleet.launch.launched import LaunchedInstance, Workshop, launched, wait_ready
 from kvtax_fleet.launch.launched import launched as launched_fleet
 from kvtax_fleet.launch.spec import FleetSpec
+from kvtax_fleet.paths import CONFIGS
 from kvtax_fleet.records.arm import ArmRecord
 from kvtax_fleet.records.decisions import (
     DecisionEnd,
@@ -42,7 +43,7 @@ from kvtax_fleet.records.instances import Instance
 
 from kvtax.engine.connector import load_connector
 from kvtax.engine.server import READY_DEADLINE_S, SERVED_MODEL, http_ok
-from kvtax.paths import CONFIGS, REPOSITORY
+from kvtax.paths import REPOSITORY
 from kvtax.proc.ports import reserve
 from kvtax.proc.supervise import Supervised, descendants
 from kvtax.records.files import read_lines
@@ -61,7 +62,7 @@ from tests.proc.living import gone
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
-PROFILE = CONFIGS / "fleet" / "h20-30b-a3b.toml"
+PROFILE = CONFIGS / "profiles" / "h20-30b-a3b.toml"
 LAUNCH = [sys.executable, "-m", "kvtax", "fleet", "launch"]
 STOP_DEADLINE_S = 40.0
 PASSWORD = "open-sesame"
@@ -266,7 +267,7 @@ def elastic(lab: TinyServers, request: pytest.FixtureRequest) -> Iterator[Elasti
     connector = request.param
     folder = lab.folder / connector
     folder.mkdir()
-    simulated = read_instance_settings(CONFIGS / "fleet" / "h20-30b-a3b.toml")
+    simulated = read_instance_settings(PROFILE)
     settings = msgspec.structs.replace(
         simulated,
         forward=None,
