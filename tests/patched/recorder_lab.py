@@ -14,7 +14,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -137,8 +137,12 @@ METHODS = {
 Busy = type("Busy", (Plain,), {name: _busy(name, METHODS[name]) for name in METHODS})
 
 
+# CPU time of the thread that Burner starts in each step.
+SPAWNED_US = 1_000
+
+
 class Burner(NoopConnector):
-    """Its methods do nothing, and a thread of its worker takes a core."""
+    """A thread of its worker takes a core; each step starts one that soon ends."""
 
     stopped = threading.Event()
     took_us: ClassVar[list[float]] = []
@@ -155,14 +159,6 @@ class Burner(NoopConnector):
             hashlib.sha256(text)  # without the GIL
         self.took_us.append(time.thread_time_ns() / 1e3)
 
-
-# CPU time of the thread that Spawner starts in each step.
-SPAWNED_US = 1_000
-
-
-class Spawner(NoopConnector):
-    """Each step starts a thread that works a moment and ends, and waits for none."""
-
     def start_load_kv(self, forward_context, **kwargs) -> None:
         threading.Thread(target=self._work, daemon=True).start()
 
@@ -170,19 +166,6 @@ class Spawner(NoopConnector):
     def _work() -> None:
         while time.thread_time_ns() < SPAWNED_US * 1_000:
             pass
-
-
-PERIODIC_US = 10_000
-
-
-class Periodic(NoopConnector):
-    """Each twentieth step has work on the scheduler's side."""
-
-    def build_connector_meta(self, scheduler_output):
-        self._steps = getattr(self, "_steps", -1) + 1
-        if self._steps % 20 == 0:
-            time.sleep(PERIODIC_US / 1e6)
-        return super().build_connector_meta(scheduler_output)
 
 
 class OwnScheduler(Scheduler):
@@ -321,12 +304,13 @@ def new_engine(
 def run(model: Path, folder: Path, how: str) -> Recorded:
     folder = folder / how
     folder.mkdir()
-    num_blocks = NUM_BLOCKS
-    with pytest.MonkeyPatch.context() as patch, recording(folder):
-        if how == "with_two_steps_in_flight":
-            num_blocks = ENOUGH_BLOCKS.get(vllm.__version__, NUM_BLOCKS)
-            executor = SimpleNamespace(get_class=lambda _: Overlapping)
-            patch.setattr(null_engine, "Executor", executor)
+    early = how == "with_two_steps_in_flight"
+    flight = two_steps_in_flight() if early else nullcontext(NUM_BLOCKS)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        recording(folder),
+        flight as num_blocks,
+    ):
         LOG.clear()
         SAVED.clear()
         engine = new_engine(CONFIGS[how], model, num_blocks)
@@ -338,7 +322,7 @@ def run(model: Path, folder: Path, how: str) -> Recorded:
             )
         record_engine(engine.core)
         _note_steps(engine)
-        _serve(engine)
+        serve(engine, seed=5, requests=30)
     life = only_life(folder)
     engine_file = read_lines(life / "engine_step.jsonl", EngineHeader, EngineStep)
     worker_file = read_lines(life / "worker_step.r0.jsonl", WorkerHeader, WorkerStep)
@@ -379,22 +363,32 @@ def _note_steps(engine: NullEngine) -> None:
     executor.execute_model = noted_execute
 
 
-def _serve(engine: NullEngine) -> None:
-    """Arrivals, cached prefixes, aborts and preemptions."""
-    chance = random.Random(5)
+def serve(engine: NullEngine, seed: int, requests: int) -> list[str]:
+    """Arrivals, cached prefixes, preemptions and aborts; the aborted requests."""
+    chance, aborted = random.Random(seed), []
     prompts = [[n + 1] * chance.randrange(1, 200) for n in range(12)]
-    for _ in range(30):
+    for _ in range(requests):
         request = engine.add(chance.choice(prompts), chance.randrange(1, 60))
         for _ in range(chance.randrange(6)):
             if engine.core.scheduler.has_requests():
                 engine.core.step_fn()
-        if chance.random() < 0.1:
+        if chance.random() < 0.1 and request in engine.core.scheduler.requests:
+            aborted.append(request)
             engine.core.abort_requests([request])
     for _ in range(MOST_STEPS):
         if not (engine.core.scheduler.has_requests() or engine.core.batch_queue):
-            return
+            return aborted
         engine.core.step_fn()
     raise AssertionError(f"not at an end after {MOST_STEPS} steps")
+
+
+@contextmanager
+def two_steps_in_flight() -> Iterator[int]:
+    """For engines that are made meanwhile; the blocks that they need."""
+    executor = SimpleNamespace(get_class=lambda _: Overlapping)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(null_engine, "Executor", executor)
+        yield ENOUGH_BLOCKS.get(vllm.__version__, NUM_BLOCKS)
 
 
 def _of_scheduler() -> dict[int, list[Call]]:

@@ -159,11 +159,6 @@ class Witness:
             )
         self.counts["wrong"] += len(wrong)
 
-    def write(self) -> None:
-        """Let the worker know of what has been written: in the step after."""
-        self._engine.add([1], 1)
-        self.step()
-
     def drain(self) -> None:
         while self._engine.core.scheduler.has_requests():
             self.step()
@@ -207,72 +202,6 @@ def random_workload(engine: NullEngine, witness: Witness, seed: int) -> None:
         witness.step()
     witness.drain()
     assert witness.reset()
-
-
-def cached_again(engine: NullEngine, witness: Witness, forget: str) -> dict:
-    """A prompt's keys leave the pool, and return in other blocks before the next step.
-
-    They leave because they are "evicted", or by a "reset" of the cache.
-    """
-    start_over(engine, witness)
-    prompt = [900 + n for n in range(3 * BLOCK_SIZE + 1)]
-    engine.add(prompt, 1)
-    witness.drain()
-    witness.write()
-    before = dict(witness.block_ids)
-    if forget == "evicted":
-        evict_all(witness)
-    else:
-        assert witness.reset()
-    engine.add(prompt, 1)
-    witness.step()
-    witness.write()
-    return {
-        "keys": len(before),
-        "same_keys": before.keys()
-        == set(witness.pool.cached_block_hash_to_block._cache),
-        "worker_changed": witness.block_ids != before,
-        "wrong": sum(not witness.holds(b, k) for k, b in witness.block_ids.items()),
-    }
-
-
-def duplicate_evicted(engine: NullEngine, witness: Witness) -> dict:
-    """Two blocks have the same hash, and the one that the worker knows is evicted."""
-    start_over(engine, witness)
-    prompt = [700 + n for n in range(2 * BLOCK_SIZE)]
-    engine.add(prompt, 30)
-    witness.step()
-    engine.add(prompt, 30)
-    witness.step()
-    ((key, copies),) = (
-        (key, blocks)
-        for key, blocks in witness.pool.cached_block_hash_to_block._cache.items()
-        if isinstance(blocks, dict)
-    )
-    witness.write()
-    known = witness.block_ids[key]
-    witness.pool.evict_blocks({known})
-    witness.step()
-    witness.write()
-    (left,) = set(copies) - {known}
-    return {
-        "copies": len(copies) + 1,
-        "worker_kept": witness.block_ids[key] == known,
-        "still_cached_in_another": witness.holds(left, key),
-        "wrong": sum(not witness.holds(b, k) for k, b in witness.block_ids.items()),
-    }
-
-
-def evict_all(witness: Witness) -> None:
-    witness.pool.evict_blocks(set(witness.block_ids.values()))
-
-
-def start_over(engine: NullEngine, witness: Witness) -> None:
-    """An idle engine whose prefix cache, and the worker's map, are empty."""
-    witness.drain()
-    assert witness.reset()
-    engine.add([1], 1)
-    witness.drain()
 
 
 PATCHES = ["mooncake_cpu_layout", "mooncake_hash_sync", "block_pool_delta_listener"]
@@ -396,25 +325,6 @@ def test_a_key_that_moves_finds_nothing_until_its_new_block_is_written():
 def test_steps_without_changes_ship_nothing():
     fence = hash_sync.StepFence(Source())
     assert fence.begin_step() is fence.begin_step() is None
-
-
-@pytest.mark.parametrize("how", ["evicted", "reset"])
-def test_a_key_that_returns_in_another_block_moves_and_the_walk_misses_it(synced, how):
-    for source in SOURCES:
-        case = cached_again(*synced(source), how)
-        assert case["same_keys"] and case["keys"] == 3
-        assert case["worker_changed"] == (source == "deltas")
-        assert case["wrong"] == (3 if source == "walk" else 0)
-
-
-def test_the_eviction_of_one_of_two_blocks_with_a_key_is_missed_by_the_walk_alone(
-    synced,
-):
-    for source in SOURCES:
-        case = duplicate_evicted(*synced(source))
-        assert case["still_cached_in_another"]
-        assert case["worker_kept"] == (source == "walk")
-        assert case["wrong"] == (source == "walk")
 
 
 def test_the_config_decides_and_not_which_patches_are_there(pool):

@@ -23,7 +23,6 @@ import pytest
 from recorder_lab import (
     METHODS,
     NUM_BLOCKS,
-    PERIODIC_US,
     SPAWNED_US,
     SPIN_US,
     Burner,
@@ -40,7 +39,6 @@ from vllm.kvtax_probe import files, record_engine, settings
 from vllm.kvtax_probe.engine import EngineRecorder
 from vllm.kvtax_probe.engine import EngineStep as Record
 from vllm.kvtax_probe.files import RecordFile
-from vllm.kvtax_probe.settings import positive_number
 from vllm.kvtax_probe.threads import ThreadsFile
 
 from kvtax.engine.null_model import NOOP
@@ -72,13 +70,6 @@ CALLED = {
         *("get_kv_connector_kv_cache_events", "build_connector_worker_meta"),
         *("clear_connector_metadata", "handle_preemptions"),
     },
-}
-
-# What calls what on the scheduler's side; the base class does so in later releases.
-CALLS = {
-    "build_connector_meta": "of_its_own",
-    "bind_kv_cache_manager": "bind_gpu_block_pool",
-    "set_xfer_handshake_metadata_pp_aware": "set_xfer_handshake_metadata",
 }
 
 
@@ -160,15 +151,6 @@ def test_the_null_model_calls_the_hooks_of_each_layer_as_attention_does(model, f
     assert metadata == {"CPUAttentionMetadata"}
 
 
-def test_own_time_is_without_what_the_call_calls(model, folder):
-    for step in run(model, folder, "alone").steps["SCHEDULER"].values():
-        times = step.connector_us
-        assert "build_connector_meta" in times
-        inner = {outer: times[CALLS[outer]] for outer in CALLS if outer in times}
-        own_us = {name: us - inner.get(name, 0) for name, us in times.items()}
-        assert step.connector_self_us == pytest.approx(own_us)
-
-
 def test_children_of_a_multi_connector_are_apart_and_add_up(model, folder):
     found = run(model, folder, "in_multi")
     for side in found.steps.values():
@@ -230,13 +212,22 @@ def cpu_us(threads: list[ThreadTimes], name: str) -> float:
     )
 
 
-def test_a_thread_that_takes_a_core_shows_with_what_it_took(idle, burning):
+def test_threads_show_with_what_they_took_also_if_they_have_ended(idle, burning):
+    def named_us(threads: list[ThreadTimes], name: str) -> float:
+        return sum(record.threads[name] for record in threads)
+
+    steps, threads = burning
     while not Burner.took_us:
         time.sleep(0.01)
-    shown_us = cpu_us(burning[1], "burner")
+    shown_us = cpu_us(threads, "burner")
     # There is no record of its last moments.
     assert 0.6 * Burner.took_us[0] < shown_us <= Burner.took_us[0]
     assert cpu_us(idle[1], "burner") == 0
+    # The threads from before the connector are apart.
+    assert named_us(threads, "model executor") < 0.2 * shown_us
+    spawned_us = SPAWNED_US * sum(step.step_id > 0 for step in steps)
+    assert 0.8 * spawned_us < named_us(threads, "ended threads") < 2 * spawned_us
+    assert named_us(idle[1], "ended threads") < 0.05 * spawned_us
 
 
 def test_the_threads_are_those_of_the_process_four_times_a_second(idle):
@@ -255,28 +246,6 @@ def test_the_threads_are_those_of_the_process_four_times_a_second(idle):
         assert own
         assert min(record.threads.values()) >= 0
         assert sum(record.threads.values()) < 1.3e6 * os.cpu_count()
-
-
-@pytest.fixture(scope="session")
-def spawning(model, tmp_path_factory):
-    return serve(model, tmp_path_factory.mktemp("spawning"), config("Spawner"))
-
-
-def test_threads_that_have_ended_by_the_next_record_show_as_well(idle, spawning):
-    def ended_us(threads: list[ThreadTimes]) -> float:
-        return sum(record.threads["ended threads"] for record in threads)
-
-    steps, threads = spawning
-    burnt_us = SPAWNED_US * sum(step.step_id > 0 for step in steps)
-    assert 0.8 * burnt_us < ended_us(threads) < 2 * burnt_us
-    assert ended_us(idle[1]) < 0.05 * burnt_us
-
-
-def test_threads_from_before_the_connector_are_told_from_its_own(burning):
-    """Those of the model executor, and not one of the connector's is among them."""
-    of_connector = cpu_us(burning[1], "burner")
-    of_executor = sum(record.threads["model executor"] for record in burning[1])
-    assert of_executor < 0.2 * of_connector
 
 
 def test_times_are_those_since_the_step_before(idle):
@@ -671,28 +640,3 @@ def test_engines_that_need_not_step_together_have_their_own_ranks(model, tmp_pat
         recorder = EngineRecorder(core)
     assert "-dp1-" in recorder.life
     assert recorder._header()["dp_rank"] == 1
-
-
-@pytest.mark.parametrize("limit", ["much", "-", "-3", "0", "inf", "nan"])
-def test_a_limit_that_is_no_number_is_the_default(monkeypatch, limit):
-    monkeypatch.setenv("KVTAX_STEP_RECORDS_MAX_MB", limit)
-    assert positive_number("KVTAX_STEP_RECORDS_MAX_MB", 1_000) == 1_000
-
-
-def test_of_one_step_in_ten_means_are_right_for_work_of_every_twentieth_step(
-    model, tmp_path
-):
-    """A fixed stride would meet that work always or never."""
-    with recording(tmp_path, STEPS_EVERY=10):
-        engine = new_engine(config("Periodic"), model, 600)
-        engine.add([1] * 20, 4_000)
-        engine.run_to_end()
-    ((instance,), _) = read_instances(tmp_path)
-    assert instance.header.every == 10
-    ids = instance.steps["step_id"].to_numpy()
-    assert sorted(set(ids // 10)) == list(range(ids[-1] // 10 + 1))
-    assert 0.3 < (ids % 20 < 10).mean() < 0.7
-    worked = instance.steps["scheduler.build_connector_meta_us"] > PERIODIC_US
-    assert 5 < worked.sum() < 45, "20 of 400 are expected"
-    # Others are stalls of the machine.
-    assert (ids[worked.to_numpy()] % 20 == 0).mean() > 0.8

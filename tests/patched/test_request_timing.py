@@ -3,19 +3,15 @@
 
 from __future__ import annotations
 
-import random
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
-import vllm
-from overlapping import Overlapping
-from recorder_lab import ENOUGH_BLOCKS, new_engine, recording
+from recorder_lab import new_engine, recording, serve, two_steps_in_flight
 from vllm.kvtax_probe import record_engine
 
 from connectors.noop import NoopConnector
@@ -38,7 +34,6 @@ NUM_BLOCKS = 40
 # Prompts of at least so many tokens come from elsewhere, as far as whole blocks go.
 FROM_ELSEWHERE = 100
 WORKER_STEPS_UNTIL_THERE = 4
-MOST_STEPS = 5_000
 
 # The requests that wait for KV, with the worker's steps until theirs is there.
 _coming: dict[str, int] = {}
@@ -91,19 +86,10 @@ class Seen:
     aborted: bool = False
 
 
-@dataclass
-class Recorded:
-    requests: dict[str, EngineRequest]
-    seen: dict[str, Seen]
+class Recorded(NamedTuple):
+    pairs: list[tuple[EngineRequest, Seen]]
     begun_ns: int
     ended_ns: int
-
-
-@contextmanager
-def plain_ids() -> Iterator[pytest.MonkeyPatch]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KVTAX_REQUEST_IDS", "plain")
-        yield patch
 
 
 @cache
@@ -112,24 +98,24 @@ def run(model: Path, folder: Path, how: str) -> Recorded:
     folder = folder / how
     folder.mkdir()
     _coming.clear()
-    num_blocks = NUM_BLOCKS
+    early = how == "two_steps_in_flight"
+    flight = two_steps_in_flight() if early else nullcontext(NUM_BLOCKS)
     begun_ns = time.perf_counter_ns()
-    with plain_ids() as patch, recording(folder):
-        if how == "two_steps_in_flight":
-            num_blocks = ENOUGH_BLOCKS.get(vllm.__version__, NUM_BLOCKS)
-            executor = SimpleNamespace(get_class=lambda _: Overlapping)
-            patch.setattr(null_engine, "Executor", executor)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        recording(folder),
+        flight as num_blocks,
+    ):
+        patch.setenv("KVTAX_REQUEST_IDS", "plain")
         engine = new_engine(LATE, model, num_blocks)
         record_engine(engine.core)
         seen = _watch(engine)
-        _serve(engine, seen)
-    lines = read_engine_requests(only_life(folder) / "engine_request.jsonl")
-    return Recorded(
-        {request.id: request for request in lines.records},
-        seen,
-        begun_ns,
-        time.perf_counter_ns(),
-    )
+        for request_id in serve(engine, seed=7, requests=40):
+            seen[request_id].aborted = True
+    records = {request.id: request for request in recorded(folder).records}
+    assert records.keys() == seen.keys(), "each request has one record"
+    pairs = [(records[request_id], seen[request_id]) for request_id in seen]
+    return Recorded(pairs, begun_ns, time.perf_counter_ns())
 
 
 def _watch(engine) -> dict[str, Seen]:
@@ -173,25 +159,6 @@ def _watch(engine) -> dict[str, Seen]:
     return seen
 
 
-def _serve(engine, seen: dict[str, Seen]) -> None:
-    """Arrivals, cached prefixes, KV from elsewhere, aborts and preemptions."""
-    chance = random.Random(7)
-    prompts = [[n + 1] * chance.randrange(1, 200) for n in range(12)]
-    for _ in range(40):
-        request = engine.add(chance.choice(prompts), chance.randrange(1, 60))
-        for _ in range(chance.randrange(6)):
-            if engine.core.scheduler.has_requests():
-                engine.core.step_fn()
-        if chance.random() < 0.1 and request in engine.core.scheduler.requests:
-            seen[request].aborted = True
-            engine.core.abort_requests([request])
-    for _ in range(MOST_STEPS):
-        if not (engine.core.scheduler.has_requests() or engine.core.batch_queue):
-            return
-        engine.core.step_fn()
-    raise AssertionError(f"not at an end after {MOST_STEPS} steps")
-
-
 PATCHES = ["step_timing_v2"]
 
 HOW = ["one_step_at_a_time", "two_steps_in_flight"]
@@ -203,47 +170,29 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_every_request_has_one_record(model, folder, how):
-    found = run(model, folder, how)
-    assert set(found.requests) == set(found.seen)
-    assert len(found.seen) == 40
-
-
-@pytest.mark.parametrize("how", HOW)
-def test_steps_are_those_in_which_it_was_scheduled_and_got_tokens(model, folder, how):
-    found = run(model, folder, how)
-    for request_id, seen in found.seen.items():
-        request = found.requests[request_id]
+def test_steps_and_tokens_are_those_that_it_got(model, folder, how):
+    pairs = run(model, folder, how).pairs
+    assert len(pairs) == 40
+    for request, seen in pairs:
+        assert request.prompt_tokens == seen.prompt_tokens
         if seen.aborted:
             continue
         assert request.first_step == seen.steps[0]
         assert request.first_token_step == seen.token_steps[0]
         assert request.last_step == seen.token_steps[-1]
-
-
-@pytest.mark.parametrize("how", HOW)
-def test_tokens_are_those_that_it_was_sent(model, folder, how):
-    found = run(model, folder, how)
-    for request_id, seen in found.seen.items():
-        request = found.requests[request_id]
-        assert request.prompt_tokens == seen.prompt_tokens
-        if not seen.aborted:
-            assert request.output_tokens == seen.tokens
-            assert request.external_tokens == seen.external_tokens
-            assert 0 <= request.cached_tokens < request.prompt_tokens
-    assert any(request.cached_tokens for request in found.requests.values())
+        assert request.output_tokens == seen.tokens
+        assert request.external_tokens == seen.external_tokens
+        assert 0 <= request.cached_tokens < request.prompt_tokens
+    assert any(request.cached_tokens for request, _ in pairs)
 
 
 @pytest.mark.parametrize("how", HOW)
 def test_a_preempted_request_says_from_which_step_to_which(model, folder, how):
-    found = run(model, folder, how)
     preempted = 0
-    for request_id, seen in found.seen.items():
-        request = found.requests[request_id]
-        assert request.preempted_steps[::2] == seen.preempted or seen.aborted
-        for left, back in zip(
-            request.preempted_steps[::2], request.preempted_steps[1::2], strict=False
-        ):
+    for request, seen in run(model, folder, how).pairs:
+        steps = request.preempted_steps
+        assert steps[::2] == seen.preempted or seen.aborted
+        for left, back in zip(steps[::2], steps[1::2], strict=False):
             preempted += 1
             assert not [step for step in seen.steps if left <= step < back]
             assert back in seen.steps
@@ -253,10 +202,8 @@ def test_a_preempted_request_says_from_which_step_to_which(model, folder, how):
 
 @pytest.mark.parametrize("how", HOW)
 def test_waiting_for_kv_is_recorded_from_beginning_to_end(model, folder, how):
-    found = run(model, folder, how)
     waited = 0
-    for request_id, seen in found.seen.items():
-        request = found.requests[request_id]
+    for request, seen in run(model, folder, how).pairs:
         moments = [request.arrival_ns, *request.kv_wait_ns, request.finished_ns]
         assert moments == sorted(moments)
         assert bool(request.kv_wait_ns) == seen.waited_for_kv
@@ -269,12 +216,11 @@ def test_waiting_for_kv_is_recorded_from_beginning_to_end(model, folder, how):
 
 @pytest.mark.parametrize("how", HOW)
 def test_an_aborted_request_says_so(model, folder, how):
-    found = run(model, folder, how)
-    aborted = [one for one, seen in found.seen.items() if seen.aborted]
-    assert aborted
-    for request_id, request in found.requests.items():
-        assert request.finish_reason == ("abort" if request_id in aborted else "length")
-        assert found.begun_ns < request.finished_ns < found.ended_ns
+    pairs, begun_ns, ended_ns = run(model, folder, how)
+    assert any(seen.aborted for _, seen in pairs)
+    for request, seen in pairs:
+        assert request.finish_reason == ("abort" if seen.aborted else "length")
+        assert begun_ns < request.finished_ns < ended_ns
 
 
 def test_a_request_that_never_ended_is_recorded_without_an_end(model, tmp_path):

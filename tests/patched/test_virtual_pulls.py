@@ -13,8 +13,15 @@ from kvtax_fleet.records.host_times import RequestTimes
 from kvtax_fleet.records.instances import Instance
 from kvtax_fleet.simulate.transfers import Links, NixlTransfers
 from kvtax_fleet.simulate.virtual_instance import VirtualInstance, VirtualRequest
-from kvtax_fleet.simulate.virtual_loop import VirtualLoop
-from virtual_lab import FORWARD_NS, virtual_engine
+from virtual_lab import (
+    BLOCK_NS,
+    FORWARD_NS,
+    LATENCY_NS,
+    LINK,
+    LOOK_NS,
+    run_virtually,
+    virtual_engine,
+)
 from vllm import envs
 
 PATCHES = ["step_timing_v2"]
@@ -23,11 +30,6 @@ ONLY = "0.18.1"
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
 PROMPT = list(range(1, 1_601))
 BLOCKS = 100
-# 10 us per block, and 5 us on the way.
-LINK = Transfer(kv_bytes_per_token=1, gbit_s=16 * 8 / 1e4, latency_us=5)
-BLOCK_NS, LATENCY_NS = 10_000, 5_000
-# vLLM looks at a request that waits for KV once in a millisecond.
-LOOK_NS = 1_000_000
 
 
 class Pair:
@@ -82,8 +84,7 @@ def run(what, model, overlapping: bool = False, **how) -> None:
     async def whole() -> None:
         await what(Pair(model, overlapping, **how))
 
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        runner.run(whole())
+    run_virtually(whole())
 
 
 @pytest.mark.parametrize("overlapping", [False, True])

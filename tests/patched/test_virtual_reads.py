@@ -16,8 +16,15 @@ from kvtax_fleet.records.host_times import RequestTimes
 from kvtax_fleet.records.instances import Address, Instance
 from kvtax_fleet.simulate.transfers import DirectReads, Links
 from kvtax_fleet.simulate.virtual_instance import VirtualInstance, VirtualRequest
-from kvtax_fleet.simulate.virtual_loop import VirtualLoop
-from virtual_lab import FORWARD_NS, virtual_engine
+from virtual_lab import (
+    BLOCK_NS,
+    FORWARD_NS,
+    LATENCY_NS,
+    LINK,
+    LOOK_NS,
+    run_virtually,
+    virtual_engine,
+)
 
 PATCHES = ["block_pool_delta_listener", "direct_read_hooks"]
 ONLY = "0.18.1"
@@ -34,11 +41,6 @@ OTHER = PROMPT[::-1]
 NEXT = [*PROMPT[1:], 1]
 # One token has to be computed, and with it its block.
 READABLE_BLOCKS = 99
-# 10 us per block, and 5 us on the way.
-LINK = Transfer(kv_bytes_per_token=1, gbit_s=16 * 8 / 1e4, latency_us=5)
-BLOCK_NS, LATENCY_NS = 10_000, 5_000
-# vLLM looks at a request that waits for KV once in a millisecond.
-LOOK_NS = 1_000_000
 
 
 class Pair:
@@ -99,8 +101,7 @@ def run(
     async def whole() -> None:
         await what(Pair(model, overlapping, link, blocks))
 
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        runner.run(whole())
+    run_virtually(whole())
 
 
 @pytest.mark.parametrize("overlapping", [False, True])

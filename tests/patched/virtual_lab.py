@@ -3,22 +3,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 from kvtax_fleet.experiment.virtual import EVENTS
+from kvtax_fleet.launch.instance_settings import Transfer
 from kvtax_fleet.records.host_times import StepTime, StepTimes
 from kvtax_fleet.simulate.cost import StepCost
 from kvtax_fleet.simulate.virtual_engine import Moves, VirtualEngine
+from kvtax_fleet.simulate.virtual_loop import VirtualLoop
 
 from kvtax.engine.null_engine import BLOCK_SIZE, NullEngine
 from kvtax.engine.null_model import Forward
 
 MAX_MODEL_LEN = 8_192
 FORWARD_NS = 5_000_000
+# 10 us per block, and 5 us on the way.
+LINK = Transfer(kv_bytes_per_token=1, gbit_s=16 * 8 / 1e4, latency_us=5)
+BLOCK_NS, LATENCY_NS = 10_000, 5_000
+# vLLM looks at a request that waits for KV once in a millisecond.
+LOOK_NS = 1_000_000
 STEM_TOKENS = 1_600
 MOONCAKE = {
     "kv_connector": "MooncakeConnector",
@@ -61,6 +69,12 @@ def virtual_engine(
     if events:
         told += EVENTS
     return VirtualEngine(told, cost(**scheduler_us), overlapping, moves)
+
+
+def run_virtually(work: Coroutine[Any, Any, Any]) -> Any:
+    """What comes of the work, on a simulated clock."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(work)
 
 
 class Round:

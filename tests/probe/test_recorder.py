@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,6 +23,8 @@ from kvtax_probe.connector import fill
 from kvtax_probe.draw import Draw
 from kvtax_probe.engine import EngineRecorder, EngineStep
 from kvtax_probe.worker import WorkerRecorder
+
+from tests.proc.living import eventually
 
 METHODS = ["build_connector_meta", "walk", "look_up"]
 BUILD, WALK, LOOK_UP = range(3)
@@ -366,6 +371,25 @@ def test_one_step_in_so_many_is_recorded(clock, tmp_path, monkeypatch, every, st
         core.scheduler.update_from_output(core.scheduler.schedule(), None)
     recorder.close()
     assert len(recorded(tmp_path, "engine_step")) == steps
+    assert recorder._header()["every"] == every
+
+
+def test_a_writer_that_is_killed_tears_at_most_a_line(clock, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "FLUSH_INTERVAL_S", 0.001)
+    if not (pid := os.fork()):
+        file = files.RecordFile("life", "engine_step", "kvtax.engine_step/1")
+        for step_id in count():
+            file.append(EngineStep(step_id, 0, 0.0))
+            time.sleep(1e-4)
+    path = tmp_path / "life" / "engine_step.jsonl"
+    try:
+        eventually(lambda: path.exists() and path.read_bytes().count(b"\n") > 200)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    whole, _, _torn = path.read_bytes().rpartition(b"\n")
+    steps = [json.loads(line)["step_id"] for line in whole.splitlines()[1:]]
+    assert steps == list(range(len(steps)))
 
 
 def test_a_workers_step_has_its_time_and_the_calls_until_the_next(clock, tmp_path):
@@ -578,6 +602,7 @@ def test_the_main_thread_of_a_forked_process_has_its_name():
         ("0", 16),
         ("-3", 16),
         ("inf", 16),
+        ("nan", 16),
         ("many", 16),
         ("1e9", 10**9),
         ("1e10", 16),
