@@ -377,10 +377,13 @@ def test_one_step_in_so_many_is_recorded(clock, tmp_path, monkeypatch, every, st
 def test_a_writer_that_is_killed_tears_at_most_a_line(clock, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "FLUSH_INTERVAL_S", 0.001)
     if not (pid := os.fork()):
-        file = files.RecordFile("life", "engine_step", "kvtax.engine_step/1")
-        for step_id in count():
-            file.append(EngineStep(step_id, 0, 0.0))
-            time.sleep(1e-4)
+        try:
+            file = files.RecordFile("life", "engine_step", "kvtax.engine_step/1")
+            for step_id in count():
+                file.append(EngineStep(step_id, 0, 0.0))
+                time.sleep(1e-4)
+        finally:
+            os._exit(1)
     path = tmp_path / "life" / "engine_step.jsonl"
     try:
         eventually(lambda: path.exists() and path.read_bytes().count(b"\n") > 200)
