@@ -41,13 +41,20 @@ class RunOptions:
     out: Path | None = None
     resume: bool = False
     virtual: bool = False
+    setting: str | None = None
     ray: str | None = None
 
     def check(self) -> None:
         """Raise ExperimentError if two options exclude each other."""
-        if self.ray is not None and not self.virtual:
+        if self.virtual:
+            return
+        if self.ray is not None:
             raise ExperimentError(
                 "--ray is for --virtual: a fleet in real time runs on this machine"
+            )
+        if self.setting is not None:
+            raise ExperimentError(
+                "--setting is for --virtual: links in real time are what they are"
             )
 
 
@@ -58,7 +65,7 @@ def run_experiment(config: Path, options: RunOptions) -> Path:
     launching raises. `--resume` goes on from there.
     """
     options.check()
-    experiment = read_experiment(config)
+    experiment = read_experiment(config, options.setting)
     out = run_folder.choose(options.out, experiment.name, PLAN_FILE, options.resume)
     with ExitStack() as stack:
         stack.enter_context(run_folder.held(out))

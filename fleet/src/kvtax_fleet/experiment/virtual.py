@@ -228,7 +228,7 @@ def _cell(
         host=host.steps[run.arm.connector],
         requests=host.requests,
         overlapping=experiment.virtual.scheduling == "async",
-        transfer=run.arm.transfer or wanted.settings.transfer,
+        transfer=experiment.transfer(run.arm),
         vocab_size=model.vocab_size,
         max_model_len=wanted.settings.max_model_len,
         proxy=_proxy(run.arm, list(servers)),
