@@ -9,6 +9,7 @@ earlier calls stay in it.
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ ALSO = (
     ("lmetric", "linear_tuned"),
     ("dynamo", "lmetric"),
     ("lmetric_exact", "lmetric"),
+    ("elastic_layers", "elastic"),
     ("lmetric", "lpwl"),
     ("lmetric_llm_d", "lpwl"),
     ("lmetric_dynamo", "lpwl"),
@@ -38,6 +40,12 @@ ALSO = (
     ("llm_d", "lpwl"),
     ("unified", "lpwl"),
 )
+# Runs in several settings: NAME and NAME-SETTING are one question.
+IN_SETTINGS = "open_problems"
+# Of five settings, so many give the same sign where a verdict survives.
+SURVIVES_IN = 4
+# Experiments whose slots are always full, so that E2E hardly differs.
+BY_TTFT = ("rules_agents", "rules_chat")
 METRICS = ("ttft_ms", "tpot_ms", "e2e_ms")
 QUANTILES = (0.5, 0.95, 0.99)
 
@@ -239,24 +247,78 @@ REACHED = {
 
 
 def figure(result: dict[str, Any]) -> str:
-    """Return the differences of mean E2E in %, a table for each experiment."""
-    parts = []
-    for name, document in result.items():
-        if name == "provenance":
-            continue
-        answer = msgspec.convert(document, Answer)
-        loads = sorted({row.load for row in answer.rows})
-        cells: dict[tuple[str, str], dict[int, str]] = {}
+    """Return the differences of means in %, a table for each experiment."""
+    answers = {
+        name: msgspec.convert(document, Answer)
+        for name, document in result.items()
+        if name != "provenance"
+    }
+    settings = {
+        name: answer for name, answer in answers.items() if name.startswith(IN_SETTINGS)
+    }
+    parts = [
+        _differences(name, answer)
+        for name, answer in answers.items()
+        if name not in settings
+    ]
+    return "\n\n".join(parts + ([_survival(settings)] if settings else []))
+
+
+def _differences(name: str, answer: Answer) -> str:
+    metrics = ("ttft", "e2e") if name in BY_TTFT else ("e2e",)
+    loads = sorted({row.load for row in answer.rows})
+    cells: dict[tuple[str, str], dict[tuple[int, str], str]] = {}
+    for row in answer.rows:
+        pair = cells.setdefault((row.arm, row.against), {})
+        for metric in metrics:
+            pair[row.load, metric] = f"{getattr(row, metric):+.1f}"
+    columns = [(load, metric) for load in loads for metric in metrics]
+    lines = [
+        [f"`{arm}`", f"`{against}`", *(of.get(column, "") for column in columns)]
+        for (arm, against), of in cells.items()
+    ]
+    titles = [
+        f"{load}, {metric.upper()}" if name in BY_TTFT else str(load)
+        for load, metric in columns
+    ]
+    head = [f"{name}, at {str(answer.commit)[:7]}", "against", *titles]
+    return table(head, lines)
+
+
+def _survival(settings: dict[str, Answer]) -> str:
+    """Return each difference of mean E2E in each setting, and what survives."""
+    found: dict[tuple[int, str, str], dict[str, Estimate]] = {}
+    for name, answer in settings.items():
         for row in answer.rows:
-            pair = cells.setdefault((row.arm, row.against), {})
-            pair[row.load] = f"{row.e2e:+.1f}"
-        lines = [
-            [f"`{arm}`", f"`{against}`", *(of.get(load, "") for load in loads)]
-            for (arm, against), of in cells.items()
-        ]
-        head = [f"{name}, at {str(answer.commit)[:7]}", "against", *map(str, loads)]
-        parts.append(table(head, lines))
-    return "\n\n".join(parts)
+            found.setdefault((row.load, row.arm, row.against), {})[name] = row.e2e
+    commits = {str(answer.commit)[:7] for answer in settings.values()}
+    titles = [name.partition("-")[2] or "as measured" for name in settings]
+    head = [f"{IN_SETTINGS}, at {', '.join(sorted(commits))}", "against", "load"]
+    lines = [
+        [f"`{arm}`", f"`{against}`", str(load)]
+        + [f"{of[name]:+.1f}" if name in of else "" for name in settings]
+        + [survivor(list(of.values()))]
+        for (load, arm, against), of in found.items()
+    ]
+    return table([*head, *titles, "verdict"], lines)
+
+
+def survivor(settings: list[Estimate]) -> str:
+    """Judge one difference over all settings by the second rule of README.md."""
+    signs = Counter(map(_sign, settings))
+    sign, count = signs.most_common(1)[0]
+    if count < SURVIVES_IN or {"worse", "better"} <= signs.keys():
+        return "depends on the setting"
+    if sign != "no difference":
+        return sign
+    most = max(max(-one.low, one.high) for one in settings)
+    return f"no difference above {most:.0f} %"
+
+
+def _sign(e2e: Estimate) -> str:
+    if e2e.ci95 is None:
+        return "undecided"
+    return "worse" if e2e.low > 0 else "better" if e2e.high < 0 else "no difference"
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from studies.exposure.__main__ import check_rows, check_text, curve_rows
 from studies.exposure.bench import Cell, Measurement
 from studies.harness import STUDIES, committed
 from studies.observatory import __main__ as observatory
-from studies.questions.__main__ import compared, earlier, levels, verdict
+from studies.questions.__main__ import compared, earlier, levels, survivor, verdict
 from studies.reference_study import forward
 from studies.reference_study.__main__ import (
     AGREES_WITHIN,
@@ -214,6 +214,24 @@ def test_arms_are_compared_with_the_first_and_as_the_expectations_say():
     ]
     assert [row.ttft.value for row in found[:3]] == [100, 200, 50]
     assert {row.verdict for row in found} == {"worse"}
+
+
+@pytest.mark.parametrize(
+    ("signs", "expected"),
+    [
+        ("wwwww", "worse"),
+        ("bb0bb", "better"),
+        ("wwww0", "worse"),
+        ("www00", "depends on the setting"),
+        ("wwwwb", "depends on the setting"),
+        ("0000w", "no difference above 4 %"),
+        ("00w0b", "depends on the setting"),
+        ("????w", "undecided"),
+    ],
+)
+def test_a_verdict_survives_in_four_of_five_settings(signs: str, expected: str):
+    ends = {"w": (2.0, 4.0), "b": (-4.0, -2.0), "0": (-3.0, 3.0), "?": None}
+    assert survivor([Estimate(0.0, ends[sign]) for sign in signs]) == expected
 
 
 def test_answers_of_earlier_calls_stay_on_the_page(tmp_path: Path):
