@@ -11,8 +11,9 @@ It names a config of per_config.json, a value of it by keys with dots between th
 the value's format as Python writes it (none for text). A value that has an interval is
 written as `value [low, high]`. Tables stand between `<!--NAME-->` and `<!--/NAME-->`:
 `connectors` and `offloads` are made of the observatory's cells, `leases`, `polls` and
-`pulls` of the result of studies.pending, `occasions` of the committed sweeps, and
-`coverage` of the result of `kvtax bench coverage`. A test compares all of them.
+`pulls` of the result of studies.pending, `occasions` of the committed sweeps,
+`synthetic` of the sweep of that profile, and `coverage` of the result of `kvtax bench
+coverage`. A test compares all of them.
 """
 
 from __future__ import annotations
@@ -29,9 +30,13 @@ from kvtax.axes.matrix import read_all_cells, read_pending
 from kvtax.axes.page import ARROW, axes_of_growth, idle_us
 from kvtax.engine.releases import known_releases
 from kvtax.paths import REPOSITORY
+from kvtax.records.files import read_document
 from kvtax.records.observatory_cell import CellRecord
+from kvtax.records.per_config import Evidence
 from kvtax.report.markdown import DASH, table
+from kvtax.verdict.analysis import judge
 from kvtax.verdict.axes import AXES, growth
+from kvtax.verdict.roles import outcomes
 from tools import occasions
 
 MARK = re.compile(
@@ -41,13 +46,15 @@ MARK = re.compile(
 
 PARTS_OF_PENDING = ("leases", "polls", "pulls")
 TABLE = re.compile(
-    r"<!--(?P<name>connectors|offloads|occasions|coverage|"
+    r"<!--(?P<name>connectors|offloads|occasions|coverage|synthetic|"
     rf"{'|'.join(PARTS_OF_PENDING)})-->\n"
     r".*?"
     r"<!--/(?P=name)-->",
     re.DOTALL,
 )
-COVERAGE = REPOSITORY / "benchmarks" / "results" / "coverage.json.gz"
+RESULTS = REPOSITORY / "benchmarks" / "results"
+COVERAGE = RESULTS / "coverage.json.gz"
+SYNTHETIC = RESULTS / "synthetic.json.gz"
 # Release of the table, and its rows: words, config, the same with the fix.
 RELEASE = "0.32.0"
 CONNECTORS = (
@@ -148,11 +155,22 @@ def _coverage() -> str:
     return f"{table(result['head'], result['rows'])}\n\n{result['note']}"
 
 
+def _synthetic() -> str:
+    """Make the table of the profile `synthetic`: verdicts that are known before."""
+    analysis = judge(read_document(SYNTHETIC, Evidence))
+    known = outcomes(analysis.document, analysis.roles)
+    rows = [[one.config, one.expected, one.found] for one in known]
+    right = sum(one.kind == "right" for one in known)
+    head = ["config", "must be", "is called"]
+    return f"{table(head, rows)}\n\nOf {len(known)} verdicts {right} are right."
+
+
 MADE = {
     "connectors": _connectors,
     "offloads": _offloads,
     "occasions": _occasions,
     "coverage": _coverage,
+    "synthetic": _synthetic,
 }
 
 

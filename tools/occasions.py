@@ -3,9 +3,10 @@
 
 Does a headline hold the next run? For each sweep, by default those in
 benchmarks/results/sweeps/ and the committed one: the machine's grade, how many configs
-are not known, and what a full cache adds to a step of the config that walks all hashes,
-in us and in yardsticks of its own servers. Then, by unit, in how many ordered pairs of
-sweeps the one's interval holds the other's figure. Nothing is measured anew.
+are not known, what a full cache adds to a held step of the config that walks all
+hashes, and its slope while the cache grows, in us and in yardsticks of its own servers.
+Then, by unit, in how many ordered pairs of sweeps the one's interval holds the other's
+figure. Nothing is measured anew.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Occasion(NamedTuple):
     configs: int
     yardstick_us: float | None
     adds: dict[str, Estimate | None]
-    growth: Estimate | None
+    growth: dict[str, Estimate | None]
+    growth_over_held: float | None
 
 
 def main() -> int:
@@ -69,28 +71,36 @@ def occasion(evidence: Evidence) -> Occasion:
     analysis = judge(evidence)
     configs, machine = analysis.document.configs, analysis.document.machine
     (name, *_) = analysis.roles.named("hypothesis")
-    held = configs[name].held.get(TIMED)
+    walk = configs[name]
+    held, slope = walk.held.get(TIMED), walk.slope_us_per_1k_blocks.get("schedule")
+    growth = walk.growth_slope_us_per_1k_blocks
     servers = machine.servers if machine else []
     own = [s.yardstick_us for s in servers if s.config == name and s.yardstick_us]
     yardstick_us = float(np.mean(own)) if own else None
-    adds = held.full_adds_us if held else None
     return Occasion(
         began=str(evidence.run.provenance.get("date_utc"))[:16],
         grade=machine.grade if machine else "not graded",
         unknown=sum(one.verdict == "inconclusive" for one in configs.values()),
         configs=len(configs),
         yardstick_us=yardstick_us,
-        adds={"µs": adds, "yardsticks": _over(adds, yardstick_us)},
-        growth=configs[name].growth_slope_us_per_1k_blocks,
+        adds=_by_unit(held.full_adds_us if held else None, yardstick_us),
+        growth=_by_unit(growth, yardstick_us),
+        growth_over_held=growth.value / slope.value if growth and slope else None,
     )
 
 
-def _over(adds: Estimate | None, yardstick_us: float | None) -> Estimate | None:
-    if adds is None or adds.ci95 is None or not yardstick_us:
+def _by_unit(
+    figure: Estimate | None, yardstick_us: float | None
+) -> dict[str, Estimate | None]:
+    return {"µs": figure, "yardsticks": _over(figure, yardstick_us)}
+
+
+def _over(figure: Estimate | None, yardstick_us: float | None) -> Estimate | None:
+    if figure is None or figure.ci95 is None or not yardstick_us:
         return None
-    low, high = adds.ci95
+    low, high = figure.ci95
     return Estimate(
-        adds.value / yardstick_us, (low / yardstick_us, high / yardstick_us)
+        figure.value / yardstick_us, (low / yardstick_us, high / yardstick_us)
     )
 
 
@@ -104,10 +114,21 @@ def holds(one: Estimate | None, other: Estimate | None) -> bool | None:
 
 def report(occasions: list[Occasion]) -> str:
     """Render a row per sweep, and how often one's interval holds another's figure."""
+    said = (
+        "The interval of one sweep holds the figure of another, of a full cache "
+        f"{_counts([one.adds for one in occasions])}; of growth "
+        f"{_counts([one.growth for one in occasions])}."
+    )
+    return f"{rows(*occasions)}\n\n{said}"
+
+
+def rows(*occasions: Occasion) -> str:
+    """Render a row per sweep."""
     head = ["began (UTC)", "machine", "not known", "yardstick, µs"]
     head += [f"a full cache adds to the walk, {unit}" for unit in UNITS]
-    head += ["in growth, µs per 1,000 blocks"]
-    rows = [
+    head += [f"in growth, {unit} per 1,000 blocks" for unit in UNITS]
+    head += ["in growth, over held"]
+    lines = [
         [
             one.began,
             one.grade,
@@ -115,17 +136,22 @@ def report(occasions: list[Occasion]) -> str:
             number(one.yardstick_us, 0),
             interval(one.adds["µs"], 0),
             interval(one.adds["yardsticks"], 2),
-            interval(one.growth),
+            interval(one.growth["µs"]),
+            interval(one.growth["yardsticks"], 4),
+            number(one.growth_over_held, 2),
         ]
         for one in occasions
     ]
+    return table(head, lines)
+
+
+def _counts(figures: list[dict[str, Estimate | None]]) -> str:
     counts = []
     for unit in UNITS:
-        pairs = permutations((one.adds[unit] for one in occasions), 2)
+        pairs = permutations((figure[unit] for figure in figures), 2)
         known = [held for pair in pairs if (held := holds(*pair)) is not None]
         counts.append(f"in {unit} in {sum(known)} of {len(known)}")
-    said = f"The interval of one sweep holds the figure of another {', '.join(counts)}."
-    return f"{table(head, rows)}\n\n{said}"
+    return ", ".join(counts)
 
 
 if __name__ == "__main__":

@@ -339,13 +339,14 @@ def test_a_setting_replaces_forward_and_links_alone():
 @pytest.mark.parametrize(
     ("table", "setting", "why"),
     [
-        ("", "fast", "no setting 'fast'; there are: none"),
+        ("", "fast", "no setting 'fast'; there are: cheap_prefill, "),
         ("[settings.fast.forward]\nus_per_tokn = 1", "fast", "no 'us_per_tokn'"),
     ],
 )
 def test_a_setting_that_is_not_there_is_refused(table, setting, why, tmp_path):
     path = tmp_path / "e.toml"
-    path.write_text(BASE + table)
+    committed = CONFIGS / "experiments" / "open_problems.toml"
+    path.write_text(f"{committed.read_text()}\n{table}")
     with pytest.raises(ConfigError, match=why):
         _ = read_experiment(path, setting).instance_settings
 
