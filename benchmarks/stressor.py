@@ -18,6 +18,8 @@ import signal
 import subprocess
 import time
 
+from benchmarks.results import BadArguments
+
 BURST_S = (0.5, 5.0)
 # Short enough that a burst is an even load, long enough to be one for the scheduler.
 PERIOD_S = 0.02
@@ -39,17 +41,23 @@ def stress(draw: random.Random, parent: int) -> None:
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `kvtax bench stressor`."""
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("command", nargs="+")
+    # Not "+", which takes options of the command for ours: argparse drops the first --.
+    parser.add_argument("command", nargs=argparse.REMAINDER)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print the result and return the exit code."""
+    """Run the command; return its exit status. Raises BadArguments without one."""
+    command = arguments.command
+    if command[:1] == ["--"]:
+        del command[0]
+    if not command:
+        raise BadArguments("give a command after --")
     # Not a `Supervised`: a sweep refuses to start beside what another run supervises.
     neighbour = multiprocessing.Process(
         target=stress, args=(random.Random(arguments.seed), os.getpid()), daemon=True
     )
     neighbour.start()
-    process = subprocess.Popen(arguments.command)
+    process = subprocess.Popen(command)
     try:
         return process.wait()
     finally:

@@ -183,7 +183,7 @@ def test_rates_are_medians_of_the_rounds_with_their_range():
     assert "8 [7, 9]" in rates_table(rates, ["proxy"], 1)
 
 
-STRESSOR = (sys.executable, "-m", "kvtax", "bench", "stressor", "--seed", "1", "--")
+STRESSOR = (sys.executable, "-m", "kvtax", "bench", "stressor", "--")
 # The first thing that a sweep looks at.
 SEEN_BY_A_SWEEP = """
 import os
@@ -194,9 +194,17 @@ print(sorted(supervisors() & set(descendants(os.getppid()))))
 
 
 def test_a_sweep_beside_it_is_not_refused_and_its_exit_status_is_passed_on():
+    """Options of the command are its own."""
     command = [*STRESSOR, sys.executable, "-c", SEEN_BY_A_SWEEP + "raise SystemExit(3)"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, "--seed", "x"], cwd=REPOSITORY, capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout) == (3, "[]\n"), done.stderr
+
+
+def test_a_stressor_without_a_command_is_refused(capsys):
+    assert main(["bench", "stressor", "--"]) == 2
+    assert "give a command after --" in capsys.readouterr().err
 
 
 @pytest.mark.slow
