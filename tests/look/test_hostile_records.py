@@ -289,22 +289,33 @@ def test_a_disk_that_filled_at_a_rotation_leaves_the_older_part(
     assert only(records).steps["model_us"].sum() > 0
 
 
-@pytest.mark.parametrize(
-    "head", [b'{"schema":"kvtax.', *slow(b"", b"{\n", b"\0" * 4096)]
-)
-@pytest.mark.parametrize(
-    "file", [ENGINE, WORKER, REQUEST, "device_step.jsonl", "stacks.7.json"]
-)
-def test_a_file_without_a_header_is_named_and_hides_no_other(
-    records, capsys, file, head
-):
+NO_HEADER = ":1: no header line"
+BROKEN = {
+    "torn header": (b'{"schema":"kvtax.', NO_HEADER),
+    "folder": (os.mkdir, ": Is a directory"),
+    "pipe": (os.mkfifo, ": not a plain file"),
+    "empty": (b"", NO_HEADER),
+    "brace": (b"{\n", NO_HEADER),
+    "NULs": (b"\0" * 4096, NO_HEADER),
+}
+FILES = [ENGINE, WORKER, REQUEST, "device_step.jsonl", "stacks.7.json"]
+
+
+@pytest.mark.parametrize("how", [*list(BROKEN)[:3], *slow(*list(BROKEN)[3:])])
+@pytest.mark.parametrize("file", FILES)
+def test_a_broken_file_is_named_and_hides_no_other(records, capsys, file, how):
     served(records / "second").write()
-    path = records / file
-    path.write_bytes(head)
+    path, (make, why) = records / file, BROKEN[how]
+    path.unlink(missing_ok=True)
+    if isinstance(make, bytes):
+        path.write_bytes(make)
+    else:
+        make(path)
     status, told = shown(records, capsys)
     assert status == 2
-    line = "" if file.endswith(".json") else ":1: no header line"
-    assert f"{path}{line}" in told
+    # Stacks are one document, without a header.
+    why = "" if (file, why) == (FILES[-1], NO_HEADER) else why
+    assert f"{path}{why}" in told
     assert told.count("400 steps in") == 2 - (file == ENGINE)
 
 
@@ -347,21 +358,6 @@ def test_a_bad_forward_is_left_out_and_named(records, capsys):
     status, told = shown(records, capsys)
     assert status == 2
     assert f"{path}:3: " in told and "and 1 more" in told and "400 steps in" in told
-
-
-@pytest.mark.parametrize(
-    ("make", "why"), [(os.mkdir, "Is a directory"), (os.mkfifo, "not a plain file")]
-)
-@pytest.mark.parametrize("file", [ENGINE, WORKER, REQUEST, "device_step.jsonl"])
-def test_what_is_no_file_is_named_and_hides_no_other(records, capsys, file, make, why):
-    served(records / "second").write()
-    path = records / file
-    path.unlink(missing_ok=True)
-    make(path)
-    status, told = shown(records, capsys)
-    assert status == 2
-    assert f"{path}: {why}" in told
-    assert told.count("400 steps in") == 2 - (file == ENGINE)
 
 
 def test_a_life_that_is_removed_meanwhile_hides_no_other(records, monkeypatch, capsys):

@@ -73,14 +73,16 @@ def recorded(request, tmp_path_factory) -> tuple[Path, SampledStacks]:
     return folder, read_stacks(folder / f"stacks.{process.pid}.json")
 
 
-def frames_of(found: SampledStacks, name: str) -> list[tuple[int, list[str]]]:
+def samples_of(found: SampledStacks, name: str) -> list[tuple[int, list[int]]]:
     """(t_ns, frames) of each sample of the thread `name`."""
     thread = [one.name for one in found.threads].index(name)
-    return [
-        (one.t_ns, [found.frames[at] for at in found.stacks[one.stack]])
-        for one in found.samples
-        if one.thread == thread
-    ]
+    of_thread = [one for one in found.samples if one.thread == thread]
+    return [(one.t_ns, found.stacks[one.stack]) for one in of_thread]
+
+
+def frames_of(found: SampledStacks, name: str) -> list[tuple[int, list[str]]]:
+    samples = samples_of(found, name)
+    return [(t_ns, [found.frames[at] for at in stack]) for t_ns, stack in samples]
 
 
 @pytest.mark.slow
@@ -171,14 +173,9 @@ def written(**stacks_of: list[int]) -> bytes:
     return json.dumps({"shared": {"frames": frames}, "profiles": profiles}).encode()
 
 
-def times_of(found, name: str) -> list[tuple[int, int]]:
+def times_of(found: SampledStacks, name: str) -> list[tuple[int, int]]:
     """(t_ns, frame) of each sample of a thread."""
-    thread = [one.name for one in found.threads].index(name)
-    return [
-        (one.t_ns, found.stacks[one.stack][0])
-        for one in found.samples
-        if one.thread == thread
-    ]
+    return [(t_ns, stack[0]) for t_ns, stack in samples_of(found, name)]
 
 
 @pytest.mark.parametrize("unwritten", [1, 2, 3])
