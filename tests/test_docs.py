@@ -26,10 +26,7 @@ ROOMS = sorted(
 )
 # The descriptions of the series for upstream name files of vLLM. Benchmarks are built
 # from upstream's sources.
-EXEMPT = (
-    "patches/upstream/descriptions.md",
-    "kvindex/bin/**/*.md",
-)
+EXEMPT = ("patches/upstream/descriptions.md", "kvindex/bin/**/*.md")
 # A value of a record, not a file.
 VALUES = ("kvtax/N",)
 # Rooms whose READMEs list their files by bare name.

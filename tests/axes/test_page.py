@@ -286,10 +286,7 @@ Extension modules: numpy._core (total: 1)
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        (
-            CUDA,
-            "AcceleratorError: CUDA error: no driver (vllm/v1/p2p/engine.py:136)",
-        ),
+        (CUDA, "AcceleratorError: CUDA error: no driver (vllm/v1/p2p/engine.py:136)"),
         (
             PYDANTIC,
             "Value error, HiSparse currently requires NVIDIA CUDA. "

@@ -169,10 +169,7 @@ def served(lab: TinyServers, tmp_path_factory) -> Served:
             overlay,
             lab.checkpoint,
             KV_TRANSFER["mooncake"] | {"kv_role": "kv_both"},
-            {
-                "KVTAX_STEP_RECORDS_DIR": str(records / name),
-                "KVTAX_REQUEST_IDS": ids,
-            },
+            {"KVTAX_STEP_RECORDS_DIR": str(records / name), "KVTAX_REQUEST_IDS": ids},
             32,
             lab.installed,
             lab.block_tokens,

@@ -24,14 +24,7 @@ from kvtax.cli.demo import ASIDE
 from kvtax.engine import releases
 from kvtax.engine.connector import Connector
 from kvtax.engine.installation import Installation
-from kvtax.engine.server import (
-    READY_DEADLINE_S,
-    Engine,
-    Server,
-    http_ok,
-    resolve,
-    tail,
-)
+from kvtax.engine.server import READY_DEADLINE_S, Engine, Server, http_ok, resolve, tail
 from kvtax.look.discover import discover
 from kvtax.look.instance_summary import cost
 from kvtax.look.instances import Instance, read_instance

@@ -163,9 +163,7 @@ def test_what_hardly_changed_is_not_known():
 
 def test_two_that_rise_together_are_not_told_apart():
     rng = np.random.default_rng(1)
-    steps = traffic(rng).with_columns(
-        free_blocks=20_000 - pl.col("cache_size"),
-    )
+    steps = traffic(rng).with_columns(free_blocks=20_000 - pl.col("cache_size"))
     us = 3.0 * steps["cache_size"] / 1_000
     found = moved(steps.with_columns(us.alias("us")))
     assert found["cache"] == found["context"] == "it moved together with the others"

@@ -77,8 +77,7 @@ def test_what_cannot_be_is_counted_and_in_no_sum(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "field",
-    ["running", "cache_size", "prefill_tokens", "connector_calls"],
+    "field", ["running", "cache_size", "prefill_tokens", "connector_calls"]
 )
 @pytest.mark.parametrize("number", [10**400, -1])
 def test_a_count_that_cannot_be_stops_no_scrape(tmp_path, field, number):

@@ -33,13 +33,7 @@ from kvtax.records.run import (
     TrialRecord,
 )
 from kvtax.records.steps import METHOD_FIELDS, EngineHeader, WorkerHeader
-from tests.harness.made_up import (
-    FIRST_NS,
-    STEP_NS,
-    profile,
-    step_columns,
-    write_lines,
-)
+from tests.harness.made_up import FIRST_NS, STEP_NS, profile, step_columns, write_lines
 
 
 class Report(NamedTuple):

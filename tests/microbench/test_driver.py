@@ -369,10 +369,7 @@ def test_a_reset_that_never_happens_fails_the_run(server, tmp_path):
 
 @pytest.mark.parametrize(
     ("written", "plan", "why"),
-    [
-        (None, {"rate": 3}, "unknown field `rate`"),
-        ("kept", {}, "never overwritten"),
-    ],
+    [(None, {"rate": 3}, "unknown field `rate`"), ("kept", {}, "never overwritten")],
 )
 def test_what_is_refused_sends_and_writes_nothing(server, tmp_path, written, plan, why):
     out = tmp_path / "requests.jsonl"

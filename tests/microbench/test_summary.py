@@ -248,11 +248,7 @@ def test_ratios_to_noop_are_those_of_the_steps(document):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ci95", "verdict"),
-    [
-        ([0.97, 1.049], "met"),
-        ([1.01, 1.06], "undecided"),
-        ([1.06, 1.2], "missed"),
-    ],
+    [([0.97, 1.049], "met"), ([1.01, 1.06], "undecided"), ([1.06, 1.2], "missed")],
 )
 def test_an_aim_is_met_only_where_the_whole_interval_says_so(document, ci95, verdict):
     ratio = {"value": sum(ci95) / 2, "ci95": ci95}

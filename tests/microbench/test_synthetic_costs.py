@@ -22,12 +22,7 @@ import pytest
 from benchmarks import power
 from benchmarks.results import BadArguments
 from kvtax.records.files import LineFile
-from kvtax.records.steps import (
-    EngineHeader,
-    ThreadsHeader,
-    ThreadTimes,
-    WorkerHeader,
-)
+from kvtax.records.steps import EngineHeader, ThreadsHeader, ThreadTimes, WorkerHeader
 from kvtax.verdict.analysis import analyse
 from kvtax.verdict.trials import load_run
 from tests.harness.made_up import FIRST_NS, write_lines
@@ -319,10 +314,7 @@ def without_threads(trial: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "missing"),
-    [
-        (without_a_clock, ["timed", "timed_many"]),
-        (without_threads, ["threads"]),
-    ],
+    [(without_a_clock, ["timed", "timed_many"]), (without_threads, ["threads"])],
 )
 def test_nothing_is_flat_of_which_a_part_is_missing(tmp_path, damage, missing):
     write_costs(tmp_path, {"whole": {}, "damaged": {}})

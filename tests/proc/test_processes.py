@@ -344,9 +344,7 @@ def test_who_waits_gets_the_machine_when_its_owner_has_ended(own_lock, capsys):
 
 def test_a_killed_measurement_holds_the_machine_no_longer(own_lock):
     holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD, own_lock],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
+        [sys.executable, "-c", HOLD, own_lock], cwd=REPOSITORY, stdout=subprocess.PIPE
     )
     assert holder.stdout.readline() == b"held\n"
     with pytest.raises(MachineBusy) as busy:

@@ -498,11 +498,7 @@ def test_on_real_noise_intervals_hold_the_truth_and_words_are_seldom_false(real:
         "prefill",
         "threads",
         "processes",
-    } | {
-        "schedule",
-        "overhead",
-        "step",
-    }
+    } | {"schedule", "overhead", "step"}
     for name, found in counts.items():
         # 88 fits are as far off as 5 points.
         assert min(found.true) > 0.88, name

@@ -135,12 +135,7 @@ def gate(tmp_path, capsys):
     return compare
 
 
-TIMES = (
-    *STEP_TIMES,
-    "overhead_us",
-    "connector_us",
-    "worker_calls_us",
-)
+TIMES = (*STEP_TIMES, "overhead_us", "connector_us", "worker_calls_us")
 MS = 1_000_000
 
 

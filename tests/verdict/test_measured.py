@@ -44,8 +44,7 @@ PASSES = 4
 
 
 @pytest.mark.parametrize(
-    ("repeats", "most_repeats", "looks"),
-    [(2, 2, 1), (2, 3, 2), (2, 6, 5), (4, 2, 1)],
+    ("repeats", "most_repeats", "looks"), [(2, 2, 1), (2, 3, 2), (2, 6, 5), (4, 2, 1)]
 )
 def test_a_run_looks_once_and_again_after_each_further_repeat(
     repeats, most_repeats, looks

@@ -144,8 +144,7 @@ def test_a_slope_is_compared_at_the_baselines_speed_in_old(
 
 
 @pytest.mark.parametrize(
-    ("blocks", "comparable"),
-    [(950, True), (1_050, True), (949, False), (1_051, False)],
+    ("blocks", "comparable"), [(950, True), (1_050, True), (949, False), (1_051, False)]
 )
 def test_levels_are_compared_within_5_percent_of_the_cache(blocks, comparable):
     old, new = run(), run(cache_blocks=blocks)

@@ -370,10 +370,7 @@ def main() -> None:
 
 async def _serve(instance: StandinInstance) -> None:
     runner = web.AppRunner(
-        instance.app(),
-        access_log=None,
-        handler_cancellation=True,
-        shutdown_timeout=0,
+        instance.app(), access_log=None, handler_cancellation=True, shutdown_timeout=0
     )
     await runner.setup()
     try:
