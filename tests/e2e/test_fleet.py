@@ -48,6 +48,7 @@ from kvtax.proc.ports import reserve
 from kvtax.proc.supervise import Supervised, descendants
 from kvtax.records.files import read_lines
 from kvtax.records.steps import only_life
+from tests.e2e import doors
 from tests.harness.tiny import (
     ANSWER_TOKENS,
     BLOCK_TOKENS,
@@ -231,14 +232,7 @@ def test_both_workers_record_every_step_and_one_counts_its_time(tmp_path):
         launched_fleet(spec, workshop, tmp_path) as (one,),
     ):
         wait_ready([one])
-        body = {"model": SERVED_MODEL, "prompt": [1] * 100, "max_tokens": 8}
-        request = urllib.request.Request(
-            f"{one.instance.url}/v1/completions",
-            json.dumps(body | {"ignore_eos": True}).encode(),
-            {"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=60) as response:
-            assert json.load(response)["usage"]["completion_tokens"] == 8
+        doors.complete(one.instance.url, 0)
         with urllib.request.urlopen(f"{one.instance.url}/metrics") as response:
             told = cache_config(response.read().decode())
         forwards, simulated_ns, slept_ns = np.fromfile(one.forward_totals, np.int64)
