@@ -25,7 +25,7 @@ BACKLOG = 4096
 # What a body takes in memory while it is routed, as a multiple of its bytes.
 COPIES = 4
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-_HELD = "kvtax.held_bytes"
+_HELD = web.RequestKey("held_bytes", int)
 Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
