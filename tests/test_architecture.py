@@ -196,6 +196,7 @@ def test_the_checkout_has_at_most_869_files_and_16_mb():
     assert sum(file.stat().st_size for file in files if file.exists()) <= 16e6
 
 
+@pytest.mark.slow
 def test_every_import_follows_an_arrow():
     assert wrong_arrows(REPOSITORY) == []
 
@@ -237,6 +238,7 @@ def test_a_wrong_arrow_is_named_with_its_line(file, line, tmp_path):
     assert found.startswith(f"{file}:{number}: ")
 
 
+@pytest.mark.slow
 def test_no_two_files_need_each_other():
     modules = {module_of(path, REPOSITORY): path for path in sources(REPOSITORY)}
     needs = {

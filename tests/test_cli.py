@@ -34,6 +34,7 @@ def cpu_s(*command: str) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["--help"], ["look", "--help"]])
 def test_help_costs_little_cpu(arguments):
     bare_s, help_s = (
@@ -130,6 +131,7 @@ def anonymise(tmp_path) -> str:
     return f"kvtax trace anonymise {tmp_path}/log {tmp_path}/trace"
 
 
+@pytest.mark.slow
 def test_a_command_whose_stdout_is_closed_works_and_writes_into_no_file(
     anonymise, tmp_path
 ):
@@ -139,6 +141,7 @@ def test_a_command_whose_stdout_is_closed_works_and_writes_into_no_file(
     assert first.startswith("{")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["kvtax --help", "{anonymise}"])
 def test_output_that_cannot_be_written_is_one_line_of_error(command, anonymise):
     buffered = {"PYTHONUNBUFFERED": ""}
@@ -237,17 +240,20 @@ def exit_code(monkeypatch, tmp_path):
     return of
 
 
+@pytest.mark.slow
 def test_a_limit_that_is_broken_on_either_side_ends_with_1(exit_code):
     assert exit_code(False, Exit.GOOD) == (Exit.GOOD, True)
     assert exit_code(True, Exit.GOOD) == (Exit.WORSE, True)
     assert exit_code(False, Exit.WORSE) == (Exit.WORSE, True)
 
 
+@pytest.mark.slow
 def test_a_connector_that_the_gate_cannot_start_is_swept(exit_code):
     assert exit_code(None, Exit.GOOD) == (Exit.GOOD, True)
     assert exit_code(None, Exit.WORSE) == (Exit.WORSE, True)
 
 
+@pytest.mark.slow
 def test_limits_along_axes_that_were_not_measured_do_not_pass(exit_code):
     assert exit_code(None, Exit.GOOD, AXES) == (Exit.NOT_MEASURED, False)
 
@@ -352,6 +358,7 @@ def run_below(
     )
 
 
+@pytest.mark.slow
 def test_a_command_that_is_patched_ends_with_its_own_code(site):
     done = run_below(site, sys.executable, "serve.py")
     assert (done.returncode, done.stdout) == (Exit.GOOD, "True\n")
@@ -361,6 +368,7 @@ def test_a_command_that_is_patched_ends_with_its_own_code(site):
     assert not [*(site.parent / "tmp").iterdir()]
 
 
+@pytest.mark.slow
 def test_a_command_in_which_nothing_was_patched_is_code_3(site):
     done = run_below(site, sys.executable, "-c", "import vllm")
     assert done.returncode == Exit.NOT_MEASURED
@@ -378,12 +386,14 @@ def test_a_command_in_which_nothing_was_patched_is_code_3(site):
     assert (done.returncode, done.stdout) == (Exit.NOT_MEASURED, "False\n")
 
 
+@pytest.mark.slow
 def test_a_command_that_shuts_the_patches_out_is_refused(site):
     done = run_below(site, sys.executable, "-I", "serve.py")
     assert (done.returncode, done.stdout) == (Exit.BAD_INPUT, "")
     assert "-I reads no PYTHONPATH" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_tree_of_links_is_patched(site, tmp_path):
     linked = tmp_path / "links" / "vllm"
     for path in filter(Path.is_file, (site / "vllm").rglob("*")):
@@ -396,6 +406,7 @@ def test_a_tree_of_links_is_patched(site, tmp_path):
     assert (done.returncode, done.stdout) == (Exit.GOOD, "True\n"), done.stderr
 
 
+@pytest.mark.slow
 def test_without_a_folder_for_temporary_files_tmpdir_is_named(site):
     script = (
         "import tempfile, sys; from kvtax.cli import main;"

@@ -196,6 +196,7 @@ def built(folder: Path, manifest: dict, component: str | None) -> Any:
     return yaml.safe_load(done.stdout)
 
 
+@pytest.mark.slow
 @needs_kustomize
 @pytest.mark.parametrize("kind", MERGED)
 def test_kustomize_adds_the_component_and_leaves_nothing_when_it_is_deleted(
@@ -206,6 +207,7 @@ def test_kustomize_adds_the_component_and_leaves_nothing_when_it_is_deleted(
     assert built(tmp_path, manifest, None) == manifest
 
 
+@pytest.mark.slow
 @needs_kustomize
 def test_pods_of_a_leader_worker_set_keep_what_they_had_and_record(tmp_path):
     done = built(tmp_path, LEADER_WORKER_SET, "leaderworkerset")
@@ -229,6 +231,7 @@ def test_pods_of_a_leader_worker_set_keep_what_they_had_and_record(tmp_path):
     assert built(tmp_path, LEADER_WORKER_SET, None) == LEADER_WORKER_SET
 
 
+@pytest.mark.slow
 @needs_kustomize
 @pytest.mark.parametrize("wrong", ["vllm", "vllm-leader", "vllm-worker"])
 def test_a_name_that_is_not_there_ends_the_build(wrong, tmp_path):

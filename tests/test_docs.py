@@ -203,6 +203,7 @@ def test_each_door_answers_in_its_first_section():
     assert {page: n for page, n in words.items() if n > 400} == {}
 
 
+@pytest.mark.slow
 def test_every_quoted_figure_is_that_of_the_committed_sweep():
     configs = figures.sweep()
     # Exempt from the rules for names of files, not from those for figures.

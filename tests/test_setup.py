@@ -271,6 +271,7 @@ def test_nothing_is_done_when_the_lock_is_installed_already(machine):
     assert (done.returncode, done.stdout) == (0, "")
 
 
+@pytest.mark.slow
 def test_an_environment_from_before_bytecode_was_kept_gets_it_once(machine):
     machine.has_tools()
     machine.venv.mkdir()
@@ -281,6 +282,7 @@ def test_an_environment_from_before_bytecode_was_kept_gets_it_once(machine):
     assert compiled.startswith("-m compileall")
 
 
+@pytest.mark.slow
 def test_the_flavour_that_is_installed_is_kept(machine):
     machine.has_tools()
     machine.setup("gpu")

@@ -6,6 +6,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+import pytest
+
 from kvtax.paths import REPOSITORY
 from tests.test_architecture import parsed, sources, statements
 
@@ -28,6 +30,7 @@ def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield getattr(node, "lineno", 1), text
 
 
+@pytest.mark.slow
 def test_no_assert_does_work_that_python_minus_o_leaves_out():
     working = [
         f"{path.relative_to(REPOSITORY)}:{node.lineno}"

@@ -118,6 +118,7 @@ def gated(tmp_path, monkeypatch, capsys):
     return of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -150,6 +151,7 @@ def test_the_cell_is_kept_though_a_limit_names_a_method_that_is_not_there(gated)
     assert read_document(Path("cell.json"), CellRecord).connector == "mine"
 
 
+@pytest.mark.slow
 def test_growth_since_another_release_names_that_release(gated, tmp_path, capsys):
     old = msgspec.structs.replace(made(), release="0.30.0")
     write_document(tmp_path / "old.json", old)
@@ -157,6 +159,7 @@ def test_growth_since_another_release_names_that_release(gated, tmp_path, capsys
     assert "since 2026-11-22 on vLLM 0.30.0" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_without_limits_nothing_is_passed(gated, capsys):
     assert main(["gate", "mine:mine"]) == 0
     said = capsys.readouterr().out
@@ -174,6 +177,7 @@ def test_the_margin_of_each_axis_stands_beside_its_slope():
         assert rows and all("| flat |" in row for row in rows)
 
 
+@pytest.mark.slow
 def test_more_slow_steps_at_higher_levels_are_growth_that_no_mean_shows():
     cell = made()
     cell.holds["cache"] = slow_at(12_288, 16_384)
@@ -213,6 +217,7 @@ def beside(threads: float, processes: float) -> CellRecord:
     return cell
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["threads", "processes"])
 def test_cpu_time_beside_the_engine_is_limited_and_compared_as_a_method_is(
     limits, name

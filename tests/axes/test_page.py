@@ -334,6 +334,7 @@ def test_a_module_of_vllm_that_came_later_is_said_to_be_missing():
     assert not_in_release(own, installation()) == "there is no UMBP in this release"
 
 
+@pytest.mark.slow
 def test_the_engine_of_a_cell_gets_its_config_in_no_command_line(monkeypatch, tmp_path):
     given: list = []
 

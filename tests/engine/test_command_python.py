@@ -225,6 +225,7 @@ def test_the_command_that_is_printed_has_no_walls(without_preload, command, reas
         assert walls.command[-3:] == [SERVER, "--model", "M"]
 
 
+@pytest.mark.slow
 @of_cpu_wheel
 @pytest.mark.parametrize("check", [["--check"], []])
 def test_a_server_that_would_not_start_is_not_started(

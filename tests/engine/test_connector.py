@@ -40,6 +40,7 @@ from microbench.sweep import _begin_run
 from tests.proc.living import alive, content, eventually, gone
 
 
+@pytest.mark.slow
 def test_it_is_a_config_of_its_class_s_name_that_records_steps():
     name, connector = own_connector(
         "mypkg.kv:MyConnector", '{"kv_role": "kv_producer"}'
@@ -53,6 +54,7 @@ def test_it_is_a_config_of_its_class_s_name_that_records_steps():
     assert connector.patches == ["step_timing_v2"]
 
 
+@pytest.mark.slow
 def test_one_of_vllms_own_is_told_by_its_name_alone():
     _, connector = own_connector("NixlConnector", None)
     assert connector.kv_transfer_config == {
@@ -108,6 +110,7 @@ def test_a_config_that_is_no_json_object_is_refused_and_not_printed(config):
     assert "sesame" not in str(refused.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [
@@ -121,6 +124,7 @@ def test_a_config_of_another_connector_is_refused(config):
     own_connector("Theirs", '{"kv_connector": "Theirs"}')
 
 
+@pytest.mark.slow
 def test_a_config_may_be_in_a_file_that_others_cannot_read(tmp_path):
     file = tmp_path / "config.json"
     with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
@@ -138,6 +142,7 @@ def test_it_is_measured_between_the_baseline_and_its_twin():
     assert measured_with("Mine", configs) == ["plain", "noop", "Mine", "plain_aa"]
 
 
+@pytest.mark.slow
 def test_a_profile_that_holds_it_is_recorded_and_served():
     name, connector = own_connector("mypkg.kv:Mine", None)
     profile = msgspec.structs.replace(
@@ -228,6 +233,7 @@ def test_secrets_are_found_as_they_may_be_printed():
     assert [len(text) for text in found] == sorted(map(len, found), reverse=True)
 
 
+@pytest.mark.slow
 def test_a_run_keeps_no_secret(tmp_path):
     _, connector = own_connector("mypkg.kv:Mine", '{"password": "sesame"}')
     profile = msgspec.structs.replace(
@@ -370,6 +376,7 @@ def pid_of(folder: Path) -> int:
     return int(content(folder / "friend.pid"))
 
 
+@pytest.mark.slow
 def test_it_listens_and_all_places_name_the_same_port(folder):
     with accompanied(companion_of(), folder, installation()) as told:
         assert alive(pid_of(folder))

@@ -39,6 +39,7 @@ def foreign(tmp_path) -> Path:
     return tmp_path / "venv"
 
 
+@pytest.mark.slow
 def test_it_tells_what_it_has_and_where(foreign):
     found = installation(str(foreign / "bin" / "python"))
     assert found.prefix == str(foreign)
@@ -48,6 +49,7 @@ def test_it_tells_what_it_has_and_where(foreign):
         found.package("no_such")
 
 
+@pytest.mark.slow
 def test_what_a_pth_file_prints_is_no_answer(foreign):
     (packages,) = foreign.glob("lib/*/site-packages")
     (packages / "loud.pth").write_text("import sys; print('hello')\n")
@@ -56,6 +58,7 @@ def test_what_a_pth_file_prints_is_no_answer(foreign):
     assert found.package("some_package") == packages / "some_package"
 
 
+@pytest.mark.slow
 def test_the_gate_says_why_there_is_no_vllm_for_cpus(foreign):
     found = installation(str(foreign / "bin" / "python"))
     with pytest.raises(InstallationError, match="No module named 'vllm'; the gate me"):
@@ -67,6 +70,7 @@ def test_the_gate_says_why_there_is_no_vllm_for_cpus(foreign):
         _require_cpu(found)
 
 
+@pytest.mark.slow
 def test_asking_it_changes_nothing_there(foreign):
     before = {path: path.lstat().st_mtime_ns for path in foreign.rglob("*")}
     found = installation(str(foreign / "bin" / "python"))
@@ -74,6 +78,7 @@ def test_asking_it_changes_nothing_there(foreign):
     assert {path: path.lstat().st_mtime_ns for path in foreign.rglob("*")} == before
 
 
+@pytest.mark.slow
 def test_only_our_own_may_keep_bytecode(foreign):
     found = installation(str(foreign / "bin" / "python"))
     assert found.command("-c", "pass")[1:] == ["-B", "-c", "pass"]
@@ -148,6 +153,7 @@ def test_a_vllm_by_another_name_is_asked_itself(foreign):
     assert found.vllm().connectors == ["Mine", "Theirs"]
 
 
+@pytest.mark.slow
 def test_a_python_without_vllm_has_it_for_nothing(foreign):
     found = installation(str(foreign / "bin" / "python"))
     assert not found.has_vllm("cpu")
@@ -307,6 +313,7 @@ serve(Event(), sys.argv[-1], wait, double)
 """
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_is_given_up(tmp_path):
     (tmp_path / "waiter.py").write_text(WORKER)
     path = os.pathsep.join([str(tmp_path), str(REPOSITORY)])

@@ -121,6 +121,7 @@ def zygotes() -> list[int]:
     return list(preloaded.zygote_pids())
 
 
+@pytest.mark.slow
 def test_a_fork_looks_like_a_new_process(folder):
     env = {"PYTHONHASHSEED": "3", "VLLM_OF_THIS_ONE": "1"}
     cold = json.loads(output(folder, "facts", Supervised, **env))
@@ -140,6 +141,7 @@ def test_status_output_and_stars_for_secrets_are_those_of_the_command(folder):
     assert '"***": [' in text and "orig_argv" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Supervised, Preloaded])
 def test_a_spawned_child_has_nothing_of_its_parents(kind, folder):
     lines = ["child ends", "True 0 True", "True", "parent ends"]
@@ -182,6 +184,7 @@ def test_commands_go_on_without_their_zygote_and_the_next_has_another(folder):
         assert zygote not in zygotes()
 
 
+@pytest.mark.slow
 def test_a_zygote_that_cannot_live_means_a_cold_start_that_says_why(folder):
     (folder / "sitecustomize.py").write_text(
         "import sys\nif 'kvtax.engine.zygote' in sys.orig_argv: sys.exit('no room')"
@@ -191,6 +194,7 @@ def test_a_zygote_that_cannot_live_means_a_cold_start_that_says_why(folder):
     assert json.loads(facts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("early", ["vllm", "patched"])
 def test_nothing_of_vllm_or_of_an_overlay_is_imported_before_the_fork(
     early, folder, monkeypatch
@@ -206,6 +210,7 @@ def test_nothing_of_vllm_or_of_an_overlay_is_imported_before_the_fork(
     assert json.loads(facts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("imported", ["json", "sleeper"])
 def test_nothing_is_left_when_the_owner_dies_of(number, imported, folder):
@@ -238,6 +243,7 @@ def processes_with(folder: Path) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_fork_of_the_owner_has_a_zygote_of_its_own(folder):
     output(folder, "facts")
     before = zygotes()

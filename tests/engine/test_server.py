@@ -103,6 +103,7 @@ def test_each_run_has_a_secret_of_its_own_unless_it_is_given_one():
     assert secret(DIRECT_READ_SECRET="sixteen bytes or more") == "sixteen bytes or more"
 
 
+@pytest.mark.slow
 def test_no_config_holds_a_secret():
     for name in connector_names():
         assert not [key for key in load_connector(name).env if "SECRET" in key], name
@@ -156,6 +157,7 @@ def test_no_two_servers_share_a_port(servers):
     assert len(set(everyone)) == len(everyone)
 
 
+@pytest.mark.slow
 def test_no_port_is_one_that_mooncake_or_ray_may_choose_meanwhile():
     for _ in range(200):
         assert reserve(8)[0].http >= max(MOONCAKE.stop, RAYS_WORKERS.stop)

@@ -490,6 +490,7 @@ def test_a_folder_that_may_not_be_read_is_named_and_hides_no_other(
     assert f"kvtax: {records}: Permission denied" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_name_that_is_no_text_is_shown_in_all_that_is_written(
     records, tmp_path, monkeypatch, capfd
 ):

@@ -480,6 +480,7 @@ def test_known_costs_name_patches_releases_and_axes_that_exist():
         assert known.moves_with is None or known.moves_with in COVARIATES
 
 
+@pytest.mark.slow
 def test_the_demo_shows_a_walk_its_fix_and_an_h100(tmp_path, capsys):
     assert main_of_kvtax(["demo", "--out", str(tmp_path / "demo")]) == 0
     told = capsys.readouterr().out
@@ -534,6 +535,7 @@ def test_a_demo_that_is_stopped_leaves_all_or_nothing(tmp_path, number):
         assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_demo_removes_what_one_that_was_killed_left_and_no_other_s(tmp_path):
     killed, runs = (tmp_path / f".kvtax-demo-{name}" for name in ("killed", "runs"))
     for folder in (killed, runs):

@@ -187,6 +187,7 @@ def scraped(url: str) -> dict[tuple, float]:
     }
 
 
+@pytest.mark.slow
 def test_prometheus_gets_the_same_sums(tmp_path):
     server = served(tmp_path / "records", steps=80)
     with served_metrics(server.write()) as url:
@@ -204,6 +205,7 @@ def test_prometheus_gets_the_same_sums(tmp_path):
     assert found["kvtax:cached_blocks", name] == server.steps[-1]["cache_size"]
 
 
+@pytest.mark.slow
 def test_the_dashboard_asks_for_metrics_that_there_are(tmp_path):
     with served_metrics(served(tmp_path / "records", steps=30).write()) as url:
         there = {key[0] for key in scraped(url)}
@@ -264,6 +266,7 @@ def test_overlapping_steps_cover_their_time_once(tmp_path):
     assert totals.covered_us == pytest.approx(99 * 5_000 + 9_980)
 
 
+@pytest.mark.slow
 def test_a_connector_that_was_not_timed_has_no_metric(tmp_path):
     server = served(tmp_path / "records", steps=30)
     with served_metrics(server.without_calls().write()) as url:

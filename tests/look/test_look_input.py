@@ -362,6 +362,7 @@ def test_several_servers_are_compared_and_none_is_dumped(tmp_path, capsys):
     assert not any(line.startswith("us per step") for line in lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [40, 200])
 def test_tables_are_as_wide_as_the_terminal(tmp_path, columns):
     folder = served(tmp_path / "records").write()

@@ -49,6 +49,7 @@ def test_a_request_in_steps_without_a_worker_has_no_share_of_the_connector(tmp_p
 HANDSHAKE = "set_xfer_handshake_metadata"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", [HANDSHAKE, "a_method_of_its_own"])
 def test_calls_before_the_first_step_are_in_no_share(tmp_path, capsys, call):
     server = served(tmp_path / "records")
@@ -263,6 +264,7 @@ def test_a_colliding_line_hides_nothing_else(records, tmp_path, capsys):
     assert "step_id 48 twice" in shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", [b"", b"\n"])
 @pytest.mark.parametrize("at", [-1, 20])
 @pytest.mark.parametrize("file", ["engine_step", "worker_step.r0", "engine_request"])

@@ -234,6 +234,7 @@ def filling(folder: Path, steps: int, resets: int) -> Path:
     return made.write()
 
 
+@pytest.mark.slow
 def test_a_slope_is_that_of_each_server_and_unknown_where_time_may_be_the_reason(
     tmp_path, capsys
 ):

@@ -474,6 +474,7 @@ def test_results_of_a_run_are_made_again_from_its_evidence_byte_for_byte(tmp_pat
     assert made_again(folder / "evidence.json.gz", tmp_path / "again") == first
 
 
+@pytest.mark.slow
 def test_tpot_of_holds_stands_beside_that_of_the_baseline_where_it_is_known(tmp_path):
     folder = write_run(tmp_path / "run", [Truth("plain"), Truth("mooncake_both")])
     assert main(["sweep", "--report", str(folder)]) == 0
@@ -489,6 +490,7 @@ def test_tpot_of_holds_stands_beside_that_of_the_baseline_where_it_is_known(tmp_
     assert row.startswith("| `mooncake_both` |")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not (REPOSITORY / "evidence.json.gz").exists(), reason="no sweep is committed"
 )

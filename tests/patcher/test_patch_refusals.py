@@ -646,6 +646,7 @@ def test_a_source_that_is_missing_is_the_reason(tree, patches):
     refused(tree, TargetError, match, lambda: apply(tree, [patches["beta"]]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eol", ["\n", "\r\n"])
 def test_an_uninstall_removes_what_patches_added(tree, patches, eol):
     """Installers remove the files of the RECORD, and their folders."""

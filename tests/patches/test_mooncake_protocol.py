@@ -133,6 +133,7 @@ def test_every_pull_ends_where_both_sides_are_patched(sources, events):
     check_every_pull_ends(sources, events)
 
 
+@pytest.mark.slow
 def test_an_aborted_request_of_a_batch_is_answered_at_once(sources):
     check_answered_at_once(sources)
 
@@ -146,7 +147,8 @@ def test_the_last_answer_omits_what_is_gone_where_decoders_then_fail_it(sources)
     assert traffic.failed() == traffic.ended() == {"d0"}
 
 
-@pytest.mark.parametrize(("p", "d"), product(SIDES, SIDES))
+@pytest.mark.slow
+@pytest.mark.parametrize(("p", "d"), list(product(SIDES, SIDES)))
 @pytest.mark.parametrize("early", [False, True])
 def test_an_aborted_id_can_be_used_again(sources, p, d, early):
     """Also by a decoder that is faster than the prefiller."""
@@ -179,6 +181,7 @@ NEEDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", NEEDS)
 @pytest.mark.parametrize("sources", ENDS, indirect=True)
 def test_each_block_is_needed(sources, block, tmp_path, request):
@@ -291,6 +294,7 @@ EDITS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("short_circuit", ENDS, indirect=True)
 def test_each_block_and_condition_is_needed(short_circuit, edit, tmp_path, request):

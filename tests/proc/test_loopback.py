@@ -66,6 +66,7 @@ def test_a_server_is_seen_behind_a_dead_proxy(url, dead_proxy):
     assert http_text(url) == "well"
 
 
+@pytest.mark.slow
 def test_a_stand_in_is_seen_behind_a_dead_proxy(dead_proxy):
     with standin() as running:
         running.set_faults()

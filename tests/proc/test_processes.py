@@ -88,6 +88,7 @@ def test_a_command_that_ignores_sigterm_is_killed_after_the_grace(folder, monkey
     assert gone(processes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_nothing_is_left_when_the_owner_dies_of(number, folder):
     owner = subprocess.Popen(
@@ -186,6 +187,7 @@ def test_memory_that_a_server_shares_goes_with_it(segments, tmp_path):
     assert left_of(segments) == [False, False, True]
 
 
+@pytest.mark.slow
 def test_memory_that_another_server_shares_stays(segments, tmp_path):
     command, log = [sys.executable, "-c", SHARES, *segments], tmp_path / "log"
     with Supervised(command, dict(os.environ), log):
@@ -260,6 +262,7 @@ def test_the_exit_code_and_the_streams_are_the_commands(begin, own, script, code
     assert not own.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_signals_reach_the_command_which_ends_as_it_likes(begin, own, tmp_path, number):
     process = begin(SERVER)
@@ -331,6 +334,7 @@ def test_a_second_measurement_is_refused_and_the_next_one_is_not(own_lock):
         pass
 
 
+@pytest.mark.slow
 def test_who_waits_gets_the_machine_when_its_owner_has_ended(own_lock, capsys):
     command = [sys.executable, "-c", HOLD.replace("600", "2"), own_lock]
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE) as holder:

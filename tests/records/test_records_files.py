@@ -124,6 +124,7 @@ def test_a_line_file_never_overwrites(path: Path) -> None:
         LineFile(path, HEADER)
 
 
+@pytest.mark.slow
 def test_no_line_is_lost_when_flushing_ends_before_the_disk_comes_to_it(
     tmp_path: Path,
 ) -> None:

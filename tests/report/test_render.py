@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 
+import pytest
 from matplotlib import colors, image
 
 from kvtax.engine.connector import connector_names, load_connector
@@ -122,6 +123,7 @@ def test_no_two_configs_share_a_place():
     assert max(taken) < len(PALETTE.colours) * len(PALETTE.dashes)
 
 
+@pytest.mark.slow
 def test_a_png_has_the_colours_of_the_page(tmp_path):
     drawn = figure(3, 1)
     png.draw(tmp_path / "a.png", drawn)

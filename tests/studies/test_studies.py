@@ -101,6 +101,7 @@ def test_a_busy_thread_of_the_second_rank_makes_the_gaps_longer():
     assert gap_us[1.0] - gap_us[0.0] > 1_000
 
 
+@pytest.mark.slow
 def test_each_readme_shows_its_committed_result():
     found = pages()
     stale = [str(page) for page, text in found.items() if page.read_text() != text]
@@ -169,6 +170,7 @@ def test_a_point_of_the_host_table_is_what_was_running_and_how_long_it_took(tmp_
     assert cell.steps.scheduler.us_per_1k_cached_blocks == pytest.approx(20)
 
 
+@pytest.mark.slow
 def test_the_table_of_the_committed_cells_follows_its_own_schema(tmp_path):
     made = host_table.host_table()
     host_table.write_table(tmp_path / "t.json", made)

@@ -17,6 +17,7 @@ def test_the_committed_trace_is_the_sample():
     assert list(read_trace(trace)) == sampled_requests()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [42, 0, 1])
 def test_every_figure_is_within_its_tolerance(seed):
     """Of other seeds the first 200 are another draw of the same population."""

@@ -84,6 +84,7 @@ def test_who_has_been_quiet_longest_makes_room_when_it_is_full(serves, monkeypat
         assert all(friend.hello() == PEER for friend in friends)
 
 
+@pytest.mark.slow
 def test_who_has_nothing_to_ask_for_a_long_time_is_shown_out(serves, monkeypatch):
     monkeypatch.setattr(server, "IDLE_S", 0.5)
     monkeypatch.setattr(server, "TICK_S", 0.05)
@@ -180,6 +181,7 @@ def test_a_client_stands_for_one_process_of_the_peer(ledger):
         assert client.lookup(HASHES).block_ids
 
 
+@pytest.mark.slow
 def test_a_client_waits_no_longer_than_it_was_told():
     """Not even for a peer that accepts connections and is stopped."""
     with socket.create_server(("127.0.0.1", 0)) as stopped:

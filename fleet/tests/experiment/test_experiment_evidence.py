@@ -113,6 +113,7 @@ def test_lags_are_shares_of_the_forwards_of_all_engines_together():
     assert (alone.engine_late, alone.engine_excess) == (None, None)
 
 
+@pytest.mark.slow
 def test_a_machine_is_as_busy_as_its_cores_say():
     assert CoreTimes(7, 10).busy_since(CoreTimes(1, 2)) == pytest.approx(0.75)
     before = CoreTimes.now()

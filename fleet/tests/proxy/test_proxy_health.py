@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from time import monotonic_ns
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import aiohttp
 import pytest
@@ -300,6 +300,7 @@ async def test_an_instance_without_results_is_an_outlier(status, text, monkeypat
         assert await client.ejected() == ["b"]
 
 
+@pytest.mark.slow
 async def test_a_trial_lasts_until_another_instance_has_answered_for_it():
     good, bad = Engine(), Engine(serves=500)
     async with before(good, bad, policy="linear") as client:
@@ -349,6 +350,7 @@ async def test_streams_that_fail_after_their_first_token_eject_an_outlier(
         assert await client.ejected() == ["b"]
 
 
+@pytest.mark.slow
 async def test_an_instance_whose_fast_streams_fail_gets_few_requests(monkeypatch):
     """Those until it is suspect and those under way then; one at each return."""
     monkeypatch.setattr(health, "MIN_OUT_S", 0.2)
@@ -443,6 +445,7 @@ async def test_a_refused_connection_is_tried_elsewhere(monkeypatch):
             assert await client.ejected() == ["a"]
 
 
+@pytest.mark.slow
 async def test_answers_that_are_no_streams_take_as_long_as_they_take(monkeypatch):
     """And eject nobody, whatever a stream's limit is."""
     engines = [Engine(), Engine()]
@@ -499,24 +502,29 @@ async def test_one_clients_broken_requests_eject_nobody(poison, sessions, policy
     assert {status for status, _ in sent} == {200}
 
 
-@pytest.fixture
-def unresolved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No name resolves, whatever the name server of this machine takes to say so."""
+def resolve_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have no `.invalid` resolve at once, whatever this machine's name server takes."""
+    loop = asyncio.get_running_loop()
+    resolve = loop.getaddrinfo
 
-    def fail(*_: object, **__: object) -> None:
-        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+    async def resolved(host: str, *more: Any, **options: Any) -> Any:
+        if host.endswith(".invalid"):
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return await resolve(host, *more, **options)
 
-    monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", fail)
+    monkeypatch.setattr(loop, "getaddrinfo", resolved)
 
 
-async def test_a_name_that_does_not_resolve_is_a_dead_instance(unresolved):
+async def test_a_name_that_does_not_resolve_is_a_dead_instance(monkeypatch):
+    resolve_no_name(monkeypatch)
     gone = Instance("a", "http://gone.invalid:1")
     async with before(gone, Engine()) as client:
         assert await client.ejected() == ["a"]
         assert {await client.send() for _ in range(20)} == {(200, "b")}
 
 
-async def test_if_no_name_resolves_no_instance_is_to_blame(unresolved):
+async def test_if_no_name_resolves_no_instance_is_to_blame(monkeypatch):
+    resolve_no_name(monkeypatch)
     gone = [Instance(name, f"http://{name}.invalid:1") for name in "ab"]
     async with before(*gone) as client:
         assert (await client.send())[0] == 503
@@ -613,6 +621,7 @@ async def test_a_stream_that_ends_in_its_first_event_is_a_failure():
         assert await status(engine, client, ROLE, TOKEN[:-2]) == 502
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b"\r"])
 @pytest.mark.parametrize("colon", [b": ", b":"])
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])

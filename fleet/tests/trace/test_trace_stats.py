@@ -54,6 +54,7 @@ def test_lengths_of_the_conversation_trace_are_as_published(capsys):
     assert round(found["io_ratio"], 1) == 35.1
 
 
+@pytest.mark.slow
 def test_a_cache_of_all_distinct_blocks_hits_what_an_infinite_one_does(capsys):
     distinct = stats(capsys, LE62K)["distinct_blocks"]
     full = stats(capsys, LE62K, "--cache-blocks", distinct)
