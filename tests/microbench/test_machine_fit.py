@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtax.engine import gpus
+from kvtax.cli import main
+from kvtax.engine import gpus, preflight
 from kvtax.engine.gpus import gpu_problems, has_rdma
 from kvtax.engine.preflight import PreflightError
 from kvtax.paths import CONFIGS, REPOSITORY
@@ -135,11 +136,12 @@ def test_a_machine_that_can_measure_is_said_to(tmp_path):
 
 
 @pytest.mark.slow
-def test_all_reasons_are_said_at_once(tmp_path):
-    path = path_with_gpus(tmp_path, "0, Tesla V100, 4096, 3000, 470.82.01, 7.0")
-    done = check("--profile", "gpu", "--only", "plain", PATH=path)
-    assert done.returncode == 3
-    reasons = done.stderr
+def test_all_reasons_are_said_at_once(tmp_path, monkeypatch, capsys):
+    gpu = "0, Tesla V100, 4096, 3000, 470.82.01, 7.0"
+    monkeypatch.setenv("PATH", path_with_gpus(tmp_path, gpu))
+    monkeypatch.setattr(preflight, "check_import", lambda *_: None)
+    assert main(["sweep", "--check", "--profile", "gpu", "--only", "plain"]) == 3
+    reasons = capsys.readouterr().err
     assert "profile gpu cannot be measured here" in reasons
     assert "4 GiB of GPU memory" in reasons
     assert "3000 of 4096 MiB are in use" in reasons

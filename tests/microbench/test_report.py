@@ -40,6 +40,12 @@ TRUTHS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def undrawn(monkeypatch):
+    """Draw pictures of the shared report alone: they take longer than all the rest."""
+    monkeypatch.setattr("kvtax.report.png.draw", lambda *_: None)
+
+
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     return report_of(write_run(tmp_path_factory.mktemp("run"), TRUTHS))
@@ -450,7 +456,7 @@ def test_a_run_whose_requests_were_all_late_has_levels_and_no_growth(tmp_path: P
     for path in folder.rglob("requests.jsonl"):
         path.write_text(path.read_text().replace('"valid":true', '"valid":false'))
     report = report_of(folder)
-    figures = {one.stem for one in (report.folder / "figures").glob("*.png")}
+    figures = {one.stem for one in (report.folder / "figures").glob("*.csv")}
     assert figures == {"held_levels", "held_passes"}
     assert report.document["configs"]["plain"]["verdict"] == "flat"
 

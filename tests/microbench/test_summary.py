@@ -43,6 +43,12 @@ TRUTHS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def undrawn(monkeypatch):
+    """Draw pictures of the shared report alone: they take longer than all the rest."""
+    monkeypatch.setattr("kvtax.report.png.draw", lambda *_: None)
+
+
 def reported(folder: Path, truths: list[Truth], **run: Any) -> Report:
     """The report of a made-up run."""
     return report_of(write_run(folder, truths, repeats=1, steps=1_500, **run))
