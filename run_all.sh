@@ -23,7 +23,7 @@
 #   --wait SECONDS       wait for another measurement on this machine (default: refuse)
 #   --resume             keep the finished trials of --out
 #   --profile-cpu        then sample one more server of each config: where CPU time goes
-#   --ray ADDRESS        measure on all hosts of a Ray cluster (docs/hosts.md)
+#   --ray ADDRESS        measure on all hosts of a Ray cluster (docs/operate.md)
 #   --check              only list what would stop the run
 #   --report RUN         only analyse the folder of a run again
 # Exit codes: 0 good, 1 a limit is broken or a verdict is not the expected one, 2 bad

@@ -34,7 +34,7 @@ from kvtax.proc.supervise import begin_child
 from kvtax.signals import SIGNALS, exit_on_signals
 
 RETRIES = 3
-# The resource of nodes that measure, one task at a time: docs/hosts.md.
+# The resource of nodes that measure, one task at a time: docs/operate.md.
 MEASURES = "kvtax"
 # Ray's workers have one thread in OpenMP, and no GPU unless a task asks for one.
 NOT_OURS = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
@@ -175,7 +175,7 @@ class _Nodes:
             raise HostsError(
                 f"no node of the cluster has the resource {self._resource}: "
                 f"""`ray start --resources='{{"{self._resource}": 1}}'` on each """
-                "host (docs/hosts.md)"
+                "host (docs/operate.md)"
             )
 
 
@@ -198,7 +198,7 @@ def connected(address: str, runtime_env: dict[str, Any]) -> Iterator[None]:
         raise HostsError(
             f"the Ray cluster at {address} refused the token of this command, or its "
             "lack: set RAY_AUTH_MODE=token, and have the cluster's token in "
-            "~/.ray/auth_token or RAY_AUTH_TOKEN (docs/hosts.md)"
+            "~/.ray/auth_token or RAY_AUTH_TOKEN (docs/operate.md)"
         ) from None
     except (RayError, OSError, ValueError, RuntimeError) as error:
         raise HostsError(
@@ -235,7 +235,7 @@ def _warn_if_open(address: str) -> None:
         print(
             f"WARNING: the Ray cluster at {address} asks for no token: whoever reaches "
             "it can run anything on its hosts. Start Ray with RAY_AUTH_MODE=token on "
-            "each host (docs/hosts.md)",
+            "each host (docs/operate.md)",
             file=sys.stderr,
             flush=True,
         )

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the figure of each committed result into the README of its study.
+"""Write the figure of each committed result into its study's page.
 
-It stands between <!--figure--> and <!--/figure-->. A test compares both.
+The page is NAME/README.md with the figure between <!--figure--> and <!--/figure-->, or
+README.md with <!--figure NAME-->. A test compares both.
 """
 
 from __future__ import annotations
@@ -15,20 +16,25 @@ import msgspec
 
 from studies.harness import STUDIES
 
-MARKED = re.compile(r"(<!--figure-->\n).*?(<!--/figure-->)", re.DOTALL)
+ALL = STUDIES / "README.md"
 
 
 def pages() -> dict[Path, str]:
     """Return the pages of the studies that show their result, as they should be."""
-    found = {}
+    texts = {ALL: ALL.read_text()}
     for result in sorted(STUDIES.glob("*/result.json.gz")):
-        page = result.with_name("README.md")
-        if page.exists() and MARKED.search(text := page.read_text()):
-            module = importlib.import_module(f"studies.{result.parent.name}.__main__")
-            document = msgspec.json.decode(gzip.decompress(result.read_bytes()))
-            figure = module.figure(document)
-            found[page] = MARKED.sub(rf"\g<1>\n{figure}\n\n\g<2>", text)
-    return found
+        name = result.parent.name
+        page, mark = result.with_name("README.md"), "figure"
+        if not page.exists():
+            page, mark = ALL, f"figure {name}"
+        text = texts.get(page) or page.read_text()
+        marked = re.compile(rf"(<!--{mark}-->\n).*?(<!--/{mark}-->)", re.DOTALL)
+        if not marked.search(text):
+            continue
+        module = importlib.import_module(f"studies.{name}.__main__")
+        figure = module.figure(msgspec.json.decode(gzip.decompress(result.read_bytes())))
+        texts[page] = marked.sub(rf"\g<1>\n{figure}\n\n\g<2>", text)
+    return texts
 
 
 if __name__ == "__main__":

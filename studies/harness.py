@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command line, tables of rows and results with pages, shared by all studies.
 
-A study is a folder with a README, `__main__.py` that measures and prints, and the
-result, compressed. `__main__` has `configure(parser)`, `run(arguments)` and, if its
-README shows the result, `figure(result)`, which tools.figures writes there.
+A study is a folder with `__main__.py`, which measures and prints, and the result,
+compressed; its page is a README of its own or a section of ours. `__main__` has
+`configure(parser)`, `run(arguments)` and, if the page shows the result,
+`figure(result)`, which `python -m studies` writes there.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ def add_ray(
         "--ray",
         metavar="ADDRESS",
         help=f"{text} of this Ray cluster, or auto: the cluster of this host "
-        "(docs/hosts.md)",
+        "(docs/operate.md)",
     )
 
 
