@@ -32,7 +32,9 @@ def pages() -> dict[Path, str]:
         if not marked.search(text):
             continue
         module = importlib.import_module(f"studies.{name}.__main__")
-        figure = module.figure(msgspec.json.decode(gzip.decompress(result.read_bytes())))
+        figure = module.figure(
+            msgspec.json.decode(gzip.decompress(result.read_bytes()))
+        )
         texts[page] = marked.sub(rf"\g<1>\n{figure}\n\n\g<2>", text)
     return texts
 

@@ -12,8 +12,8 @@ the value's format as Python writes it (none for text). A value that has an inte
 written as `value [low, high]`. Tables stand between `<!--NAME-->` and `<!--/NAME-->`:
 `connectors` and `offloads` are made of the observatory's cells, `leases`, `polls` and
 `pulls` of the result of studies.pending, `occasions` of the committed sweeps,
-`synthetic` of the sweep of that profile, and `coverage` of the result of `kvtax bench
-coverage`. A test compares all of them.
+`synthetic` and `noisy` of the sweeps of that profile and beside a neighbour, and
+`coverage` of the result of `kvtax bench coverage`. A test compares all of them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MARK = re.compile(
 
 PARTS_OF_PENDING = ("leases", "polls", "pulls")
 TABLE = re.compile(
-    r"<!--(?P<name>connectors|offloads|occasions|coverage|synthetic|"
+    r"<!--(?P<name>connectors|offloads|occasions|coverage|synthetic|noisy|"
     rf"{'|'.join(PARTS_OF_PENDING)})-->\n"
     r".*?"
     r"<!--/(?P=name)-->",
@@ -55,6 +55,7 @@ TABLE = re.compile(
 RESULTS = REPOSITORY / "benchmarks" / "results"
 COVERAGE = RESULTS / "coverage.json.gz"
 SYNTHETIC = RESULTS / "synthetic.json.gz"
+NOISY = RESULTS / "noisy.json.gz"
 # Release of the table, and its rows: words, config, the same with the fix.
 RELEASE = "0.32.0"
 CONNECTORS = (
@@ -165,12 +166,26 @@ def _synthetic() -> str:
     return f"{table(head, rows)}\n\nOf {len(known)} verdicts {right} are right."
 
 
+def _noisy() -> str:
+    """Make the table of the sweep beside a noisy neighbour."""
+    quiet = judge(read_document(occasions.COMMITTED, Evidence)).document.configs
+    noisy = judge(read_document(NOISY, Evidence)).document.configs
+    known = {name: one for name, one in noisy.items() if one.verdict != "inconclusive"}
+    same = sum(one.verdict == quiet[name].verdict for name, one in known.items())
+    return (
+        f"{occasions.rows(occasions.read(NOISY))}\n\n"
+        f"Of {len(noisy)} configs {same} get the verdict of the committed sweep, "
+        f"{len(known) - same} another, and {len(noisy) - len(known)} are not known."
+    )
+
+
 MADE = {
     "connectors": _connectors,
     "offloads": _offloads,
     "occasions": _occasions,
     "coverage": _coverage,
     "synthetic": _synthetic,
+    "noisy": _noisy,
 }
 
 
