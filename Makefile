@@ -12,9 +12,9 @@ setup: ## install what is missing: system libraries, uv, the locked .venv (cpu, 
 sweep: ## the main job, the same as bash run_all.sh
 	bash run_all.sh
 
-test: setup ## all tests but the long ones, with real vLLM servers (12 to 20 minutes)
+test: setup ## all tests but the long ones, with real vLLM servers (10 to 20 minutes)
 	$(MAKE) --no-print-directory -j 2 vllm-releases browser
-	$(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long and not serial"
+	$(python) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not long and not serial"
 	$(python) -m pytest -m "serial and not long" $$(grep -rl mark.serial --include=test_*.py tests fleet connectors)
 
 test-fast: setup ## the tests that need no vLLM (a minute)

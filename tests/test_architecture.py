@@ -251,6 +251,7 @@ def test_no_two_files_need_each_other():
         pytest.fail("a circle of imports: " + " <- ".join(error.args[1]))
 
 
+@pytest.mark.slow
 def test_no_code_knows_a_config_by_name():
     """What a config is to a report or to a router stands in its TOML."""
     names = set(connector_names())
@@ -305,6 +306,7 @@ def imported_at_once(path: Path) -> Iterator[str]:
     yield from (name for line, name in imports(path, REPOSITORY) if line in lines)
 
 
+@pytest.mark.slow
 def test_to_collect_tests_imports_neither_torch_nor_vllm():
     """Or each worker of pytest takes 7 s of CPU time, and 1 GB that its forks copy."""
     files = {module_of(path, REPOSITORY): path for path in sources(REPOSITORY)}

@@ -45,6 +45,7 @@ def test_no_assert_does_work_that_python_minus_o_leaves_out():
     assert working == []
 
 
+@pytest.mark.slow
 def test_no_docstring_begins_with_a_clause_that_has_no_subject():
     headless = [
         f"{path.relative_to(REPOSITORY)}:{line}: {text.splitlines()[0]}"
