@@ -2,9 +2,9 @@
 """The proxy's addition to the time to first token, and its throughput per core.
 
 It needs Go, for a load generator and a server that are faster than any proxy between
-them (proxy_load/), and two cores: the router has one, they share the other. Each round
-measures every target with every body, in an order that turns around from round to
-round. A target's figure is over all rounds, its 95 % interval from a bootstrap of
+them (proxy_load.go), and two cores: the router has one, they share the other. Each
+round measures every target with every body, in an order that turns around from round
+to round. A target's figure is over all rounds, its 95 % interval from a bootstrap of
 rounds. If vllm-router cannot be installed, it is left out, and the output says so.
 """
 

@@ -18,7 +18,7 @@ from kvtax.paths import REPOSITORY
 from kvtax.proc.loopback import open_url, without_proxy
 from kvtax.proc.ports import reserve
 
-SOURCES = Path(__file__).parent / "proxy_load"
+SOURCE = Path(__file__).parent / "proxy_load.go"
 WORKERS = 32
 
 
@@ -61,11 +61,11 @@ class Target(NamedTuple):
 
 
 def build_load_program(folder: Path) -> Path:
-    """Build the load generator in proxy_load/. Raises NotMeasured without Go."""
+    """Build the load generator, proxy_load.go. Raises NotMeasured without Go."""
     if shutil.which("go") is None:
         raise NotMeasured("Go is needed: https://go.dev/dl")
     program = folder / "proxy_load"
-    subprocess.run(["go", "build", "-o", program, "."], cwd=SOURCES, check=True)
+    subprocess.run(["go", "build", "-o", program, SOURCE], check=True)
     return program
 
 

@@ -35,7 +35,11 @@ FOLDER = REPOSITORY / "deploy"
 CONTAINERFILE = (FOLDER / "Containerfile").read_text()
 # Kinds that kustomize can merge.
 MERGED = ("Deployment", "StatefulSet")
-PATCH = yaml.safe_load((FOLDER / "deployment" / "recorder.yaml").read_text())
+COMPONENTS = {
+    kind: yaml.safe_load((FOLDER / kind.lower() / "kustomization.yaml").read_text())
+    for kind in (*MERGED, "LeaderWorkerSet")
+}
+PATCH = yaml.safe_load(COMPONENTS["Deployment"]["patches"][0]["patch"])
 PARTS = yaml.safe_load((FOLDER / "leaderworkerset" / "recorder.yaml").read_text())
 # As in vLLM's guide to Kubernetes, with an init container and a root that is read-only.
 DEPLOYMENT = yaml.safe_load("""
@@ -151,12 +155,10 @@ def test_kubernetes_takes_the_patched_deployment(version):
 
 @pytest.mark.parametrize("kind", MERGED)
 def test_the_component_only_adds(kind):
-    folder = FOLDER / kind.lower()
-    component = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    component = COMPONENTS[kind]
     assert component.keys() == {"apiVersion", "kind", "patches"}
-    assert component["patches"] == [{"path": "recorder.yaml"}]
-    patch = yaml.safe_load((folder / "recorder.yaml").read_text())
-    assert patch == PATCH | {"kind": kind}
+    ((patch,),) = (one.values() for one in component["patches"])
+    assert yaml.safe_load(patch) == PATCH | {"kind": kind}
     # No value is in both: neither side wins, whichever is merged into the other.
     assert without_order(PATCHED) == without_order(merge(PATCH, DEPLOYMENT))
 
@@ -168,10 +170,8 @@ def test_all_shapes_add_the_same_parts():
     assert list(PARTS["env"].values()) == VLLM["env"]
     assert list(PARTS["mounts"].values()) == VLLM["volumeMounts"]
     assert list(PARTS["volumes"].values()) == pod["volumes"]
-    component = yaml.safe_load(
-        (FOLDER / "leaderworkerset" / "kustomization.yaml").read_text()
-    )
-    used = {one["source"]["fieldPath"] for one in component["replacements"]}
+    replacements = COMPONENTS["LeaderWorkerSet"]["replacements"]
+    used = {one["source"]["fieldPath"] for one in replacements}
     names = {
         f"{key}.{name}" for key in ("env", "mounts", "volumes") for name in PARTS[key]
     }

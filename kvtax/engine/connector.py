@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connectors: TOML files under configs/connectors/, or given on the command line."""
+"""Connectors: TOML files under configs/connectors/, or given on the command line.
+
+NAME is the file NAME.toml, or the table NAME of a file with which the name begins, as
+mooncake_both of mooncake.toml. Other tables are called FILE/TABLE.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,7 @@ class Companion(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class Connector(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """One measured config: configs/connectors/<name>.toml, or a table of a family.
+    """One measured config: a file of configs/connectors/, or a table of one.
 
     `engine_args` are further arguments of vLLM's, by the name of the field in its
     EngineArgs. `package` is the Python package of its transfer engine, which must be
@@ -67,40 +71,40 @@ def needs_company(connector: Connector) -> bool:
 
 
 def load_connector(name: str) -> Connector:
-    """Read the config `name`; `family/name` is a table of `family.toml`.
-
-    Raises ConfigError.
-    """
-    family, slash, table = name.partition("/")
-    if not slash:
-        return read_toml(_file(name), Connector)
-    configs = _read_family(family)
-    if table not in configs:
-        raise ConfigError(
-            f"no connector config named {name!r}; {_file(family)} has "
-            f"{', '.join(configs)}"
-        )
-    return configs[table]
+    """Read the config `name`. Raises ConfigError."""
+    for file in _files():
+        if name.startswith(file.stem) and name in (configs := _read(file)):
+            return configs[name]
+    family = name.rpartition("/")[0]
+    known = [one for one in connector_names() if one.rpartition("/")[0] == family]
+    raise ConfigError(
+        f"no connector config named {name!r}; there are: "
+        f"{', '.join(known or connector_names())}"
+    )
 
 
 def connector_names() -> list[str]:
     """Names of all configs, a family's in the order of its file. Raises ConfigError."""
-    names = []
-    for file in sorted(_file("*").parent.glob("*.toml")):
-        tables = read_toml(file, dict[str, Any])
-        is_family = all(isinstance(table, dict) for table in tables.values())
-        names += (
-            [f"{file.stem}/{table}" for table in tables] if is_family else [file.stem]
-        )
-    return names
+    return list(_read_all())
 
 
-def _read_family(family: str) -> dict[str, Connector]:
-    return read_toml(_file(family), dict[str, Connector])
+def _read_all() -> dict[str, Connector]:
+    return {name: one for file in _files() for name, one in _read(file).items()}
 
 
-def _file(name: str) -> Path:
-    return CONFIGS / "connectors" / f"{name}.toml"
+def _files() -> list[Path]:
+    return sorted((CONFIGS / "connectors").glob("*.toml"))
+
+
+def _read(file: Path) -> dict[str, Connector]:
+    """Read the configs of a file by name: the file's own, or those of its tables."""
+    tables = read_toml(file, dict[str, Any])
+    if not all(isinstance(table, dict) for table in tables.values()):
+        return {file.stem: read_toml(file, Connector)}
+    return {
+        table if table.startswith(file.stem) else f"{file.stem}/{table}": config
+        for table, config in read_toml(file, dict[str, Connector]).items()
+    }
 
 
 EXTRA, FOLDER = "kv_connector_extra_config", "@FOLDER@"
@@ -157,7 +161,7 @@ def own_connector(where: str, config: str | None) -> tuple[str, Connector]:
 
 def _extra_config(transfer: dict[str, Any]) -> dict[str, Any]:
     """Return our extra config of a connector that writes to the run's folder."""
-    for config in map(load_connector, connector_names()):
+    for config in _read_all().values():
         ours = config.kv_transfer_config or {}
         same = ours | {EXTRA: None} == transfer | {EXTRA: None}
         extra = ours.get(EXTRA, {})
@@ -172,7 +176,7 @@ def stand_ins(connector: Connector) -> list[str]:
     Children of a MultiConnector count, connectors of somebody's own do not.
     """
     names = set(_names_in_vllm(connector.kv_transfer_config))
-    configs = map(load_connector, connector_names()) if names else ()
+    configs = _read_all().values() if names else ()
     patches = {
         patch
         for config in configs

@@ -148,11 +148,10 @@ def check(release: Release, scratch: Path, changed: bool = False) -> list[str]:
     With `changed`, run only the tests of what the series changes.
     Raises UpstreamError if the series does not apply or the tests do not run.
     """
-    if not release.patches:
-        raise UpstreamError(f"no series in patches/upstream/{release.version}")
+    series = release.series
     install(release)
     repository = Repository(release, scratch / "after")
-    repository.apply(release.patches)
+    repository.apply(series)
     commits = repository.git("rev-list", "--reverse", "base..series").split()
     own_tests = [repository.own_tests(commit) for commit in commits]
     before_tests = chosen_tests(release, repository, commits, changed)
@@ -285,7 +284,7 @@ def main() -> int:
     exit_on_signals()
     failed = False
     for version, release in releases.items():
-        print(f"vLLM {version}: {len(release.patches)} patches", flush=True)
+        print(f"vLLM {version}: {len(release.sources)} patches", flush=True)
         with tempfile.TemporaryDirectory(prefix="kvtax-upstream-") as scratch:
             try:
                 wrong = check(release, Path(scratch), arguments.changed)

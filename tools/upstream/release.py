@@ -66,8 +66,11 @@ class Release:
         return folder
 
     @property
-    def patches(self) -> list[Path]:
-        return sorted((SERIES / self.version).glob("*.patch"))
+    def series(self) -> Path:
+        """Mailbox with a mail per commit. Raises UpstreamError without one."""
+        if not (mailbox := SERIES / f"{self.version}.mbox").exists():
+            raise UpstreamError(f"no series {mailbox.relative_to(REPOSITORY)}")
+        return mailbox
 
     @property
     def python(self) -> Path:
@@ -140,15 +143,14 @@ class Repository:
             raise UpstreamError(f"git {' '.join(arguments)}: {message}")
         return done.stdout
 
-    def apply(self, patches: list[Path]) -> None:
-        """`git am` of the series on a branch of that name.
+    def apply(self, series: Path) -> None:
+        """`git am` of a mailbox on the branch `series`.
 
         Without --keep-non-patch git takes vLLM's own [Core] for a mail's tag.
         Raises UpstreamError if a patch does not apply as it is.
         """
         self.git("checkout", "-q", "-b", "series", "base")
-        if patches:
-            self.git("am", "-q", "--keep-non-patch", *map(str, patches))
+        self.git("am", "-q", "--keep-non-patch", str(series))
 
     def worktree(self, name: str, branch: str) -> Path:
         """Add a second working tree beside the first, at the tip of a branch."""

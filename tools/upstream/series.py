@@ -22,7 +22,6 @@ from kvtax.patcher.blocks import Added, read, render
 from kvtax.paths import PATCHES
 from tools.upstream.release import (
     PART,
-    SERIES,
     Release,
     Repository,
     UpstreamError,
@@ -83,13 +82,13 @@ def tidied(code: bytes, release: Release) -> bytes:
     return code
 
 
-def rebuild(release: Release, scratch: Path) -> list[str]:
-    """Write a release's series anew; returns the names of the files that changed.
+def rebuild(release: Release, scratch: Path) -> bool:
+    """Write a release's series anew; return whether that changed it.
 
     Raises UpstreamError if the series has not one commit for each patch.
     """
     repository = Repository(release, scratch / "vllm", PART)
-    repository.apply(release.patches)
+    repository.apply(release.series)
     commits = repository.git("rev-list", "--reverse", "base..series").split()
     if len(commits) != len(release.sources):
         raise UpstreamError(
@@ -105,21 +104,11 @@ def rebuild(release: Release, scratch: Path) -> list[str]:
             (repository.root / path).write_bytes(content)
         repository.git("add", "--all")
         repository.git("commit", "-q", "-C", commit)
-    before = {patch.name: patch.read_bytes() for patch in release.patches}
-    write_series(repository, "base..rebuilt", SERIES / release.version)
-    return [
-        patch.name
-        for patch in release.patches
-        if before.get(patch.name) != patch.read_bytes()
-    ]
-
-
-def write_series(repository: Repository, commits: str, folder: Path) -> None:
-    """`git format-patch` into a folder, without what differs from run to run."""
-    for patch in folder.glob("*.patch"):
-        patch.unlink()
-    options = ["--zero-commit", "--no-signature", "--no-numbered", "-q"]
-    repository.git("format-patch", *options, "-o", str(folder), commits)
+    before = release.series.read_text()
+    # Without what differs from run to run.
+    options = ["--stdout", "--zero-commit", "--no-signature", "--no-numbered"]
+    release.series.write_text(repository.git("format-patch", *options, "base..rebuilt"))
+    return release.series.read_text() != before
 
 
 def main() -> int:
@@ -133,7 +122,7 @@ def main() -> int:
         for version, release in releases.items():
             with tempfile.TemporaryDirectory(prefix="kvtax-upstream-") as scratch:
                 changed = rebuild(release, Path(scratch))
-            print(f"vLLM {version}:", ", ".join(changed) or "nothing to change")
+            print(f"vLLM {version}:", "changed" if changed else "nothing to change")
     except UpstreamError as error:
         print(f"upstream series: {error}", file=sys.stderr)
         return error.exit_code

@@ -118,7 +118,7 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--connector",
         metavar="NAME",
-        help="a file of configs/connectors/ without .toml (default: plain)",
+        help="a config of configs/connectors/ (default: plain)",
     )
     parser.add_argument(
         "--kv-events", action="store_true", help="publish KV cache events over ZMQ"

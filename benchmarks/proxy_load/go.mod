@@ -1,3 +1,0 @@
-module kvtax/proxy_load
-
-go 1.22

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""A cache-aware reverse proxy for many vLLM instances: `kvtax proxy`."""

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Step files read, and steps split into parts."""
