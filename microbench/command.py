@@ -104,7 +104,9 @@ def run(arguments: argparse.Namespace) -> int:
     from kvtax.proc.machine_lock import machine_lock
 
     if arguments.report:
-        _print_verdicts(_report(arguments.report, arguments.out or arguments.report))
+        run = arguments.report
+        beside = run.parent if run.is_file() else run
+        _print_verdicts(_report(run, arguments.out or beside))
         return Exit.GOOD
     if not arguments.check and not arguments.ray:
         # Before checks that take half a minute; it is held from the first server on.
@@ -222,7 +224,8 @@ def _report(run_dir: Path, out: Path) -> Analysis:
     from microbench.report import report
 
     analysis = report(run_dir, out)
-    print(f"sweep: {out / 'SUMMARY.md'}; open {out / 'report.html'}")
+    page = "" if run_dir.is_file() else f"; open {out / 'report.html'}"
+    print(f"sweep: {out / 'SUMMARY.md'}{page}")
     return analysis
 
 

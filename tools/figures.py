@@ -160,10 +160,14 @@ def _synthetic() -> str:
     """Make the table of the profile `synthetic`: verdicts that are known before."""
     analysis = judge(read_document(SYNTHETIC, Evidence))
     known = outcomes(analysis.document, analysis.roles)
-    rows = [[one.config, one.expected, one.found] for one in known]
-    right = sum(one.kind == "right" for one in known)
-    head = ["config", "must be", "is called"]
-    return f"{table(head, rows)}\n\nOf {len(known)} verdicts {right} are right."
+    right: dict[str, list[str]] = {}
+    for one in known:
+        if one.kind == "right":
+            right.setdefault(one.expected, []).append(one.config.partition("/")[2])
+    rows = [[verdict, ", ".join(names)] for verdict, names in right.items()]
+    wrong = [str(one) for one in known if one.kind != "right"]
+    count = f"Of {len(known)} verdicts {len(known) - len(wrong)} are right."
+    return "\n\n".join([table(["verdict", "right for"], rows), count, *wrong])
 
 
 def _noisy() -> str:

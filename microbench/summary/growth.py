@@ -85,39 +85,42 @@ def verdict_words(entry: ConfigEntry) -> str:
         return f"{entry.error or 'no trial went well'}."
     if not entry.held:
         return "too few holds to know any level."
-    said = f"{_reason(entry)}a full cache adds {_additions(entry)}"
+    added = ", ".join(
+        f"{addition(entry, metric)} µs {where}"
+        for metric, where in STATED.items()
+        if metric in entry.held
+    )
+    why = reason(entry)
+    return f"{f'{why}; ' if why else ''}a full cache adds {added}."
+
+
+def reason(entry: ConfigEntry) -> str:
+    """Name the metrics that a verdict other than flat rests on, and long steps."""
+    said = []
+    grown = [name for name, of in entry.verdict_of.items() if of == "grows"]
+    if entry.not_measured:
+        said.append(f"not measured: {', '.join(entry.not_measured)}")
+    elif entry.verdict == "drifts":
+        said.append("something else than |cache| goes up, such as all ever cached")
+    elif entry.verdict == "inconclusive":
+        said.append(f"undecided in {', '.join(open_metrics(entry))}")
+    elif grown:
+        shapes = [entry.held[name].shape for name in grown if name in entry.held]
+        said.append(f"{', '.join(grown)} ({(shapes or [RARE])[0]})")
     if entry.rare and any(entry.rare.long):
         counts = ", ".join(map(str, entry.rare.long))
         ms = entry.rare.longer_by_us / 1e3
-        said += f"; steps that took {ms:g} ms longer, by level: {counts}"
-    return f"{said}."
+        said.append(f"steps that took {ms:g} ms longer, by level: {counts}")
+    return "; ".join(said)
 
 
-def _reason(entry: ConfigEntry) -> str:
-    """Name the metrics that the verdict rests on, where it is not flat."""
-    if entry.not_measured:
-        return f"not measured: {', '.join(entry.not_measured)}; "
-    if entry.verdict == "drifts":
-        return "something else than |cache| goes up, such as all that was ever cached; "
-    if entry.verdict == "inconclusive":
-        return f"undecided in {', '.join(open_metrics(entry))}; "
-    grown = [name for name, of in entry.verdict_of.items() if of == "grows"]
-    if not grown:
-        return ""
-    shapes = [entry.held[name].shape for name in grown if name in entry.held]
-    return f"{', '.join(grown)} ({(shapes or [RARE])[0]}); "
-
-
-def _additions(entry: ConfigEntry) -> str:
-    """State for each of STATED what a full cache adds, or adds at most."""
-    parts = []
-    for name, where in STATED.items():
-        if (held := entry.held.get(name)) is None:
-            continue
-        grows = entry.verdict_of[name] == "grows"
-        us = interval(held.full_adds_us) if grows else f"at most {number(held.most_us)}"
-        parts.append(f"{us} µs {where}")
-    return ", ".join(parts)
+def addition(entry: ConfigEntry, metric: str) -> str:
+    """State what a full cache adds to a metric, in us, or adds at most."""
+    if (held := entry.held.get(metric)) is None:
+        return DASH
+    if entry.verdict_of[metric] == "grows":
+        return interval(held.full_adds_us)
+    return f"at most {number(held.most_us)}"
 
 
 def _reasons(entry: ConfigEntry) -> Table | None:

@@ -34,10 +34,13 @@ from microbench.summary.figures import (
     held_figure,
 )
 from microbench.summary.growth import (
+    STATED,
+    addition,
     answer,
     expected_verdicts,
     hypothesis,
     level_table,
+    reason,
     short_verdict,
     verdict_words,
     verdicts,
@@ -119,12 +122,19 @@ def verdict_lines(document: PerConfig) -> str:
 
 
 def _verdicts(configs: dict[str, ConfigEntry]) -> str:
-    """List the configs by verdict; those that say the same share a line."""
-    said: dict[str, list[str]] = {}
-    for name, entry in configs.items():
-        words = f"**{short_verdict(entry)}**: {verdict_words(entry)}"
-        said.setdefault(words, []).append(f"`{name}`")
-    return "\n".join(f"- {', '.join(names)}: {words}" for words, names in said.items())
+    """Tabulate what a full cache adds; name the configs of which nothing is known."""
+    head = ["a full cache adds, µs", *STATED.values(), "why"]
+    rows = [
+        [f"`{name}`", *(addition(entry, metric) for metric in STATED), reason(entry)]
+        for name, entry in configs.items()
+        if entry.held and entry.verdict != "failed"
+    ]
+    others = [
+        f"- `{name}`: **{short_verdict(entry)}**: {verdict_words(entry)}"
+        for name, entry in configs.items()
+        if not entry.held or entry.verdict == "failed"
+    ]
+    return "\n\n".join(filter(None, [table(head, rows), "\n".join(others)]))
 
 
 def _shown(found: Table) -> str:

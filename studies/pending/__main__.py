@@ -257,8 +257,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def figure(result: dict[str, Any]) -> str:
-    """Return the table of a result."""
-    return rows_table(msgspec.convert(result["rows"], list[Row]), COLUMNS)
+    """Return the table of what docs/answers.md does not show."""
+    rows = msgspec.convert(result["rows"], list[Row])
+    return rows_table(
+        [r for r in rows if r.what.startswith(("UMBP", "MoRIIO"))], COLUMNS
+    )
 
 
 if __name__ == "__main__":

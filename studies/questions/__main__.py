@@ -44,6 +44,8 @@ ALSO = (
 IN_SETTINGS = "open_problems"
 # Of five settings, so many give the same sign where a verdict survives.
 SURVIVES_IN = 4
+# Experiments that chose an arm of others: README.md says what they found.
+SEARCHES = ("routers_tuning",)
 # Experiments whose slots are always full, so that E2E hardly differs.
 BY_TTFT = ("rules_agents", "rules_chat")
 METRICS = ("ttft_ms", "tpot_ms", "e2e_ms")
@@ -259,7 +261,7 @@ def figure(result: dict[str, Any]) -> str:
     parts = [
         _differences(name, answer)
         for name, answer in answers.items()
-        if name not in settings
+        if name not in settings and name not in SEARCHES
     ]
     return "\n\n".join(parts + ([_survival(settings)] if settings else []))
 
