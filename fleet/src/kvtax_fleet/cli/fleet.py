@@ -13,14 +13,9 @@ from inspect import cleandoc
 from pathlib import Path
 
 from kvtax.cli import Exit, require_checkout
-from kvtax.cli.options import (
-    add_model,
-    add_parameters,
-    add_ray,
-    add_settings,
-    number,
-    whole_number,
-)
+from kvtax.cli.options import add_ray, number, whole_number
+
+from kvtax_fleet.cli.options import add_model, add_parameters, add_settings
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -17,8 +17,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from kvtax.cli.options import add_parameters, add_settings, fields_of, whole_number
+from kvtax.cli.options import whole_number
 
+from kvtax_fleet.cli.options import add_parameters, add_settings, fields_of
 from kvtax_fleet.policies import named_values
 from kvtax_fleet.proxy.settings import Settings
 from kvtax_fleet.records.instances import Instance

@@ -10,9 +10,9 @@ import signal
 import sys
 
 import msgspec
-from kvtax.cli.options import fields_of
 from kvtax.records.requests import ReplayEnd
 
+from kvtax_fleet.cli.options import fields_of
 from kvtax_fleet.replay.options import Options, ReplayError
 from kvtax_fleet.replay.replayer import Replay
 from kvtax_fleet.replay.sessions import group
