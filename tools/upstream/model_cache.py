@@ -10,34 +10,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 REVISION = "0" * 40
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", "<image>"]
 VOCABULARY = SPECIAL + [f"word{number}" for number in range(1000)]
 
+# Fields of config.json that are not the defaults of the model type in transformers.
 OPT = {
     "architectures": ["OPTForCausalLM"],
     "model_type": "opt",
     "torch_dtype": "float16",
-    "activation_function": "relu",
-    "bos_token_id": 2,
-    "do_layer_norm_before": True,
-    "eos_token_id": 2,
-    "ffn_dim": 3072,
-    "hidden_size": 768,
-    "max_position_embeddings": 2048,
-    "num_attention_heads": 12,
-    "num_hidden_layers": 12,
-    "pad_token_id": 1,
-    "vocab_size": 50272,
-    "word_embed_proj_dim": 768,
 }
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
     "torch_dtype": "bfloat16",
     "eos_token_id": 151645,
-    "head_dim": 128,
     "hidden_size": 1024,
     "intermediate_size": 3072,
     "max_position_embeddings": 40960,
@@ -45,21 +34,14 @@ QWEN3 = {
     "num_hidden_layers": 28,
     "num_key_value_heads": 8,
     "rope_theta": 1000000,
-    "vocab_size": 151936,
 }
 QWEN1_5 = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
     "torch_dtype": "bfloat16",
     "eos_token_id": 151643,
-    "hidden_size": 4096,
     "intermediate_size": 11008,
-    "max_position_embeddings": 32768,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 32,
     "rope_theta": 1000000.0,
-    "vocab_size": 151936,
 }
 LLAVA = {
     "architectures": ["LlavaForConditionalGeneration"],
@@ -67,7 +49,6 @@ LLAVA = {
     "torch_dtype": "float16",
     "image_token_index": SPECIAL.index("<image>"),
     "pad_token_id": SPECIAL.index("<pad>"),
-    "projector_hidden_act": "gelu",
     "text_config": {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -76,30 +57,11 @@ LLAVA = {
         "torch_dtype": "float16",
         "vocab_size": 32064,
     },
-    "vision_config": {
-        "model_type": "clip_vision_model",
-        "hidden_size": 1024,
-        "image_size": 336,
-        "intermediate_size": 4096,
-        "num_attention_heads": 16,
-        "num_hidden_layers": 24,
-        "patch_size": 14,
-        "projection_dim": 768,
-        "vocab_size": 32000,
-    },
-    "vision_feature_layer": -2,
-    "vision_feature_select_strategy": "default",
 }
 LLAVA_IMAGES = {
     "image_processor_type": "CLIPImageProcessor",
     "crop_size": {"height": 336, "width": 336},
     "size": {"shortest_edge": 336},
-    "do_center_crop": True,
-    "do_convert_rgb": True,
-    "do_normalize": True,
-    "do_resize": True,
-    "image_mean": [0.48145466, 0.4578275, 0.40821073],
-    "image_std": [0.26862954, 0.26130258, 0.27577711],
     "processor_class": "LlavaProcessor",
 }
 LLAVA_PROCESSOR = {
@@ -143,11 +105,11 @@ TOKENIZER_CONFIG = {
     "model_max_length": 2048,
 }
 
-TOKENIZER_FILES = {
+TOKENIZER_FILES: dict[str, Any] = {
     "tokenizer.json": TOKENIZER,
     "tokenizer_config.json": TOKENIZER_CONFIG,
 }
-MODELS = {
+MODELS: dict[str, dict[str, Any]] = {
     "facebook/opt-125m": {"config.json": OPT},
     "Qwen/Qwen3-0.6B": {"config.json": QWEN3},
     "Qwen/Qwen1.5-7B": {"config.json": QWEN1_5},
