@@ -118,7 +118,7 @@ def test_each_answer_is_measured_again_by_its_command(monkeypatch, tmp_path):
     """
     measured = []
     monkeypatch.setattr(matrix, "measure_matrix", lambda *of: measured.append(of))
-    monkeypatch.setattr("kvtax.axes.page.write_pages", lambda *_: [])
+    monkeypatch.setattr("kvtax.axes.page.write_page", lambda *_: None)
     monkeypatch.setattr("kvtax_fleet.cli.fleet._run", lambda arguments: 0)
     monkeypatch.setattr("kvtax.cli.look.run", lambda arguments: 0)
     text = (REPOSITORY / "docs" / "answers.md").read_text().replace("\\\n", "")

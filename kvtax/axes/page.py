@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The observatory's pages: its README, and all axes for a browser."""
+"""The observatory's page, its README."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -25,7 +25,7 @@ from kvtax.report.document import Cell, Page, Table, Words
 from kvtax.report.markdown import DASH
 from kvtax.stats import Estimate
 from kvtax.stats.quantiles import median_of_passes
-from kvtax.verdict.axes import AXES, Growth, growth, steepest, whole
+from kvtax.verdict.axes import AXES, Growth, growth, whole
 
 ARROW = "\N{RIGHTWARDS ARROW}"
 MARK = "\N{DAGGER}"
@@ -53,19 +53,11 @@ SUMMARY = (
     "are a file per release, beside this page. `plain` and `kv_events` have no "
     "connector: theirs is what vLLM's own `schedule()` and `update_from_output()` take."
 )
-AXIS = (
-    "All calls of the connector per step at both ends of the axis, and the slope in µs "
-    "per step and {per}, with its 95 % interval over six to nine passes. A slope below "
-    "{margin:g} is flat, unless a level certainly lies above a lower one by as much "
-    "over the whole axis. Where it grows, the method that grows most is named."
-)
 NEWEST = (
     f"At both ends of each axis: {TIMES}, the step over the no-op's; the connector's "
     "µs per step, in bold if they grow. No request: what an engine without requests "
     "does in a second, CPU time of the connector's threads, processes and steps, and "
-    "the steps that it asks for. "
-    "`kvtax axes --page --html FILE` writes all releases, with slopes, intervals and "
-    "the method that grows most."
+    "the steps that it asks for."
 )
 HOSTS = (
     "The cells are of several hosts, each cell of one. So what it says of growth holds "
@@ -86,18 +78,13 @@ SOURCES = (
 CLAIMS = "What users reported, and what the cell shows. A curve is level: µs per step."
 
 
-def write_pages(
-    matrix: Matrix, cells: Cells, folder: Path, html: Path | None
-) -> list[Path]:
-    """Write PAGE into `folder`, and `html` for a browser; return the files."""
-    matrix = with_releases_of(matrix, cells)
+def write_page(matrix: Matrix, cells: Cells, folder: Path) -> Path:
+    """Write PAGE into `folder`; return the file."""
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / PAGE
-    write_whole(page, render.markdown(summary_page(matrix, cells)).encode())
-    if html is None:
-        return [page]
-    write_whole(html, render.html(full_page(matrix, cells)).encode())
-    return [page, html]
+    text = render.markdown(summary_page(with_releases_of(matrix, cells), cells))
+    write_whole(page, text.encode())
+    return page
 
 
 def with_releases_of(matrix: Matrix, cells: Cells) -> Matrix:
@@ -109,26 +96,14 @@ def with_releases_of(matrix: Matrix, cells: Cells) -> Matrix:
 
 
 def summary_page(matrix: Matrix, cells: Cells) -> Page:
-    """Build the page with the axes of the newest release."""
-    return _page(matrix, cells, [_newest(matrix, cells)])
-
-
-def full_page(matrix: Matrix, cells: Cells) -> Page:
-    """Build the page with a table per axis of all releases."""
-    axes = [_along(axis, matrix, cells) for axis in AXES if _has(axis, cells)]
-    return _page(matrix, cells, axes)
-
-
-def _page(matrix: Matrix, cells: Cells, axes: Iterable[Table]) -> Page:
-    """Build the tables of `cells`, with those of the `axes`, claims and hosts."""
+    """Build the page: all releases idle, and all axes of the newest one."""
     idle = "What it costs idle, and what it grows with"
-    names = [name for name in matrix.connectors if _is_measured(name, cells)]
     sections = [
         _growing(matrix, cells),
-        _matrix_table(idle, SUMMARY, matrix, names, cells, _idle),
+        _idle_table(idle, matrix, cells),
         Words(title=idle, paragraphs=list(_stand_ins(matrix))),
         _hosts(cells),
-        *axes,
+        _newest(matrix, cells),
         _sources(),
         _claims(matrix, cells),
         _reasons(cells),
@@ -143,15 +118,8 @@ def _page(matrix: Matrix, cells: Cells, axes: Iterable[Table]) -> Page:
     )
 
 
-def _matrix_table(
-    title: str,
-    note: str,
-    matrix: Matrix,
-    connectors: Iterable[str],
-    cells: Cells,
-    describe: Callable[[CellRecord], str],
-) -> Table:
-    """Tabulate descriptions of the cells: a row per connector, a column per release."""
+def _idle_table(title: str, matrix: Matrix, cells: Cells) -> Table:
+    """Tabulate idle costs: a row per connector that ever started, releases beside."""
     hosts = _host_numbers(cells)
 
     def text(cell: CellRecord | None) -> str:
@@ -160,18 +128,18 @@ def _matrix_table(
         if cell.error:
             return "[no](#what-does-not-start)"
         host = f"\nhost {hosts[cell.host]}" if hosts else ""
-        return describe(cell) + host
+        return _idle(cell) + host
 
     rows: list[list[Cell]] = [
         [
             _name(matrix, connector),
             *(text(cells.get((release, connector))) for release in matrix.releases),
         ]
-        for connector in connectors
+        for connector in matrix.connectors
+        if _is_measured(connector, cells)
     ]
-    return Table(
-        title=title, note=note, columns=["connector", *matrix.releases], rows=rows
-    )
+    columns = ["connector", *matrix.releases]
+    return Table(title=title, note=SUMMARY, columns=columns, rows=rows)
 
 
 def _name(matrix: Matrix, connector: str) -> str:
@@ -256,19 +224,6 @@ def _grown(cell: CellRecord, axis: str) -> str | None:
     return f"**{axis}**{shape}" if along.verdict == "grows" else None
 
 
-def _along(axis: str, matrix: Matrix, cells: Cells) -> Table:
-    scale = AXES[axis]
-    first, last = scale.levels[0], scale.levels[-1]
-    return _matrix_table(
-        f"{scale.units.capitalize()}: {first:,} to {last:,}",
-        AXIS.format(per=scale.per_unit, margin=scale.margin_us),
-        matrix,
-        [name for name in matrix.connectors if not _lacks(name, axis, cells)],
-        cells,
-        lambda cell: _slope(cell, axis),
-    )
-
-
 def _newest(matrix: Matrix, cells: Cells) -> Table:
     """Tabulate all axes of the newest release: a row per connector."""
     release = matrix.releases[-1]
@@ -314,30 +269,6 @@ def _is_measured(connector: str, cells: Cells) -> bool:
     return any(
         name == connector and not cell.error for (_, name), cell in cells.items()
     )
-
-
-def _has(axis: str, cells: Cells) -> bool:
-    """Return whether any cell is younger than the axis."""
-    return any(axis in cell.levels for cell in cells.values())
-
-
-def _lacks(connector: str, axis: str, cells: Cells) -> bool:
-    own = [cell for (_, name), cell in cells.items() if name == connector]
-    measured = [cell for cell in own if not cell.error]
-    return bool(measured) and not any(axis in cell.means_us for cell in measured)
-
-
-def _slope(cell: CellRecord, axis: str) -> str:
-    along = growth(cell, axis, whole(cell))
-    if along is None:
-        return DASH if axis in cell.levels else "not measured"
-    lines = [
-        f"{along.level_us[0]:.0f} {ARROW} {along.level_us[-1]:.0f}",
-        f"{along.slope:+.{2 if abs(along.slope.value) < 10 else 0}f}",
-        along.markdown,
-    ]
-    method = steepest(cell, axis)
-    return "\n".join([*lines, f"`{method.removesuffix('_us')}`"] if method else lines)
 
 
 def _stand_ins(matrix: Matrix) -> Iterator[str]:

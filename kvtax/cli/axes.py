@@ -54,9 +54,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--page", action="store_true", help="measure nothing, write the page"
     )
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="also write the page for a browser"
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -71,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         read_all_cells,
         read_matrix,
     )
-    from kvtax.axes.page import write_pages
+    from kvtax.axes.page import write_page
     from kvtax.cli import require_checkout
     from kvtax.config import ConfigError
 
@@ -94,6 +91,6 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.wait_s,
         )
         measure_matrix(matrix, choice, ray)
-    for file in write_pages(matrix, read_all_cells(folder), folder, arguments.html):
-        print(f"kvtax axes: wrote {file}")
+    page = write_page(matrix, read_all_cells(folder), folder)
+    print(f"kvtax axes: wrote {page}")
     return 0
