@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import io
 import itertools
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from functools import partial
@@ -192,26 +191,18 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """End with the usage, and name the options nearest to unknown ones."""
-        for word in itertools.takewhile(lambda word: word != "--", self._given):
-            option = word.partition("=")[0]
-            options = self._option_string_actions
-            if option.startswith("--") and not any(
-                o.startswith(option) for o in options
-            ):
-                message += f"; {option}{_nearest(option, options) or ' is unknown'}"
-        super().error(message)
+        from kvtax.patcher.cli import mistyped
+
+        super().error(message + mistyped(self._given, self._option_string_actions))
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            nearest = _nearest(str(value), map(str, action.choices))
-            what = f"no {str(action.metavar or 'value').lower()} {value!r}{nearest}"
+            from kvtax.patcher.cli import nearest
+
+            near = nearest(str(value), map(str, action.choices))
+            what = f"no {str(action.metavar or 'value').lower()} {value!r}{near}"
             choices = ", ".join(map(str, action.choices))
             raise argparse.ArgumentError(None, f"{what}; there are {choices}")
-
-
-def _nearest(word: str, words: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, [*words], 1)
-    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def _parser(

@@ -3,13 +3,15 @@
 
 import argparse
 import ast
+import difflib
 import io
+import itertools
 import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from . import engine
 from .errors import (
@@ -40,15 +42,16 @@ def main(
     description: str | None, repository: Path, argv: Sequence[str] | None = None
 ) -> int:
     """Run the command line of apply_step_timing_v2.py and return the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.given = sys.argv[1:] if argv is None else argv
     configure(parser)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A locale without a character must not end a run when it is told.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        code = run(parser.parse_args(argv), repository)
+        code = run(parser.parse_args(parser.given), repository)
         sys.stdout.flush()
     except BlockPatchError as error:
         print(f"refused: {error}", file=sys.stderr)
@@ -57,6 +60,31 @@ def main(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE
     return code
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that names the option nearest to a mistyped one."""
+
+    given: Sequence[str] = ()
+
+    def error(self, message: str) -> NoReturn:
+        super().error(message + mistyped(self.given, self._option_string_actions))
+
+
+def mistyped(given: Iterable[str], options: Iterable[str]) -> str:
+    """Name each unknown option among the words `given`, and the one nearest to it."""
+    names, message = [*options], ""
+    for word in itertools.takewhile(lambda word: word != "--", given):
+        option = word.partition("=")[0]
+        if option.startswith("--") and not any(o.startswith(option) for o in names):
+            message += f"; {option}{nearest(option, names) or ' is unknown'}"
+    return message
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """Ask whether `word` was to be the one of `words` that it resembles; else ""."""
+    near = difflib.get_close_matches(word, [*words], 1)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
