@@ -156,8 +156,6 @@ class Stop:
 
 End = TypeVar("End", bound=Account)
 
-RECENT = 1000
-
 
 class Ledger(LineFile):
     """Writes `path`, which must not exist yet (FileExistsError).
@@ -197,10 +195,6 @@ class Ledger(LineFile):
                 raise RuntimeError("a request was sent that was never due")
             self._lag_ms.append((record.sent_ns - record.intended_ns) / 1e6)
         self.append(record)
-
-    def recent_lag_ms(self) -> dict[str, float] | None:
-        """Compute the lag of the last sends."""
-        return lag_summary(self._lag_ms[-RECENT:])
 
     def end(self, kind: type[End], **more: Any) -> End:
         """Write and return the last line. Without a sent request no run is valid."""

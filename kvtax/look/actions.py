@@ -33,7 +33,6 @@ from kvtax.report.render import warning_lines
 BAD_INPUT = {
     "unreadable",
     "requests_unreadable",
-    "device_unreadable",
     "stacks_unreadable",
     "client_unreadable",
     "bad_lines",

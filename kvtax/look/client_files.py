@@ -8,8 +8,6 @@ programs are recognised by several of their fields.
 
 from __future__ import annotations
 
-import gzip
-import zlib
 from collections.abc import Callable, Iterator
 from mmap import PROT_READ, mmap
 from pathlib import Path
@@ -32,9 +30,7 @@ from kvtax.records.steps import MOST
 
 DRIVER, REPLAYER = "requests.jsonl", "replay.jsonl"
 # Names of files that may be a client's.
-KINDS = ("*.json", "*.jsonl", "*.csv", "*.db", "*.yaml", "*.yml", "*.gz")
-# Beginning of a file that shows whether it is of ours, or else of a client at all.
-SCHEMA_BYTES, HEAD_BYTES = 1 << 12, 16 << 20
+KINDS = ("*.json", "*.jsonl")
 # Answers to one request, or turns of one, that are looked for.
 MOST_ANSWERS = 8
 US = {"ns": 1e-3, "us": 1.0, "ms": 1e3, "s": 1e6, "sec": 1e6}
@@ -84,24 +80,6 @@ def read_client_file(path: Path) -> ClientFile:
         raise RecordsError(f"{path}:{error.lineno}: {why}") from None
     except OSError as error:
         raise RecordsError(f"{path}: {error.strerror}") from None
-
-
-def is_not_understood(path: Path) -> bool:
-    """Decide whether the file seems to be of a client that no reader knows."""
-    if _reader_of(path):
-        return False
-    is_packed = path.suffix == ".gz"
-    if is_packed and path.stem in (DRIVER, REPLAYER):
-        return True
-    try:
-        with gzip.open(path) if is_packed else path.open("rb") as file:
-            head = file.read(SCHEMA_BYTES)
-            if any(schema in head for schema in OUR_SCHEMAS):
-                return False
-            head = (head + file.read(HEAD_BYTES)).lower()
-    except (OSError, EOFError, zlib.error):
-        return False
-    return any(words in head for words in TIMES)
 
 
 def _reader_of(path: Path) -> Callable[[Path], ClientFile] | None:
@@ -379,14 +357,6 @@ def _vllm_bench(path: Path) -> ClientFile:
     return ClientFile(requests, without_id=without_id, remedy=remedy)
 
 
-# Words in files of clients, in small letters.
-TIMES = (
-    *(b"ttft", b"time_to_first_token", b"time to first token", b"first_chunk_latency"),
-    *(b'latency"', b"latencies", b"latency (s)", b'"request_start_ns"'),
-    *(b'"response_timestamps"', b'"output_token_times"', b"http_req_duration"),
-    *(b"response time", b"response_time"),
-)
-OUR_SCHEMAS = (b'"schema":"kvtax.', b'"schema": "kvtax.')
 # Fields by which the files of other programs are recognised.
 EVIDENCE = (
     ((b'"x_request_id"', b'"request_start_ns"', b'"metadata"', b'"metrics"'), _aiperf),

@@ -21,7 +21,6 @@ from kvtax.look.client_files import (
     KINDS,
     ClientRequest,
     is_client_file,
-    is_not_understood,
     read_client_file,
 )
 from kvtax.look.discover import ServerFiles, files_below
@@ -109,17 +108,6 @@ def read_clients(folder: Path, found: Sequence[ServerFiles]) -> Clients:
         else "see whether what stands between passes X-Request-Id on; vLLM gives "
         "requests of /v1/responses no id of it"
     )
-    for path in filter(is_not_understood, _candidates(folder)):
-        warnings.append(
-            RunWarning(
-                "client_not_understood",
-                path.name,
-                "not a client file that kvtax look knows",
-                "It is left out; known, unpacked, are those of aiperf "
-                "(profile_export.jsonl), "
-                "guidellm, vllm bench serve --save-detailed, and kvtax",
-            )
-        )
     warnings += _warnings(
         "",
         client_failed=(

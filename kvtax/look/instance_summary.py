@@ -18,7 +18,6 @@ import numpy as np
 import polars as pl
 
 from kvtax.look.clients import outside
-from kvtax.look.critical_path import exposed_per_step
 from kvtax.look.instances import Instance
 from kvtax.report.document import Cell
 from kvtax.stats import Estimate
@@ -147,7 +146,6 @@ class Part:
     p99_us: float
     most_us: float
     share: float
-    exposed_us: float | None = None
 
 
 @dataclass(frozen=True)
@@ -155,11 +153,9 @@ class Cost:
     """Cost of one instance, the connector's among `parts` where it is known.
 
     A step ended every `period_us` while any ran: less than a step takes, where steps
-    overlap. `connector_ms_per_s` is per second in which steps ran. `exposed_us` of a
-    part is what a device beside the host waited for it (kvtax.look.critical_path); None
-    where no device was recorded. Model, connector, its methods in the worker and other
-    are of the `worker_steps` that have a worker's record. `at_start_us` and
-    `between_us` are in no part (Instance).
+    overlap. `connector_ms_per_s` is per second in which steps ran. Model, connector,
+    its methods in the worker and other are of the `worker_steps` that have a worker's
+    record. `at_start_us` and `between_us` are in no part (Instance).
     """
 
     steps: int
@@ -199,14 +195,12 @@ def cost(instance: Instance) -> Cost | None:
     steps, with_worker = instance.steps, instance.with_worker
     if not steps.height:
         return None
-    felt_us = exposed_per_step(steps, instance.device)
     known = [name for name in STEP_PARTS if steps[name].count()]
 
     def part(name: str) -> Part:
         # What the worker does is a share of the steps in which it is recorded.
         in_all = name.startswith(OF_THE_ENGINE)
-        part = _part(steps if in_all else with_worker, name, instance.alone_share)
-        return replace(part, exposed_us=felt_us.get(name))
+        return _part(steps if in_all else with_worker, name, instance.alone_share)
 
     parts, methods = map(part, known), [part(name) for name in instance.methods]
     # All time that is in no other part, as that of overlapping steps is in several.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An instance as it recorded itself: its steps, requests, device and samples."""
+"""An instance as it recorded itself: its steps, requests and samples."""
 
 from __future__ import annotations
 
@@ -22,12 +22,9 @@ from kvtax.records.steps import (
     ENGINE_COUNTS,
     LONGEST_STEP_US,
     METHOD_FIELDS,
-    DeviceStep,
     EngineHeader,
-    another_life,
-    read_device_steps,
 )
-from kvtax.records.warning import RunWarning, Warn, left_out
+from kvtax.records.warning import RunWarning, Warn
 from kvtax.report.document import Flame
 from kvtax.stats.distribution import Floats, as_float
 from kvtax.steps.life import recorded_steps
@@ -144,17 +141,15 @@ class Instance:
     connector, all of which are `connector_us`; that is null where no method was timed,
     as its time is then in the other parts. Beside these, as they were recorded:
     `schedule_us`, `update_us`, `worker_t_ns`, `execute_model_us`. `requests` is a table
-    of kvtax.look.requests. `device` are the forwards of a device that works beside the
-    host; none were recorded where it is empty. `flames` show the code of processes that
-    were sampled. `at_start_us` and `between_us` are the connector's calls by method
-    that were made before the first step and between two steps, and are in no step.
+    of kvtax.look.requests. `flames` show the code of processes that were sampled.
+    `at_start_us` and `between_us` are the connector's calls by method that were made
+    before the first step and between two steps, and are in no step.
     """
 
     name: str
     header: EngineHeader
     steps: pl.DataFrame
     requests: pl.DataFrame = field(default_factory=lambda: NO_REQUESTS)
-    device: list[DeviceStep] = field(default_factory=list)
     flames: list[Flame] = field(default_factory=list)
     warnings: list[RunWarning] = field(default_factory=list)
     at_start_us: dict[str, float] = field(default_factory=dict)
@@ -246,14 +241,12 @@ def read_instance(found: ServerFiles) -> Instance:
     inside = without_outside_calls(ended)
     steps = _with_parts(inside.steps)
     requests, of_requests = read_requests(folder, steps, found.header)
-    device, of_device = _read_device(folder / "device_step.jsonl", found.header)
     sampled, of_stacks = flames(folder, steps)
     warnings = [
         *recorded.warnings,
         *([] if method_columns(steps) else [Warn.CONNECTOR_UNKNOWN()]),
         *of_steps,
         *of_requests,
-        *of_device,
         *of_stacks,
     ]
     return Instance(
@@ -261,26 +254,11 @@ def read_instance(found: ServerFiles) -> Instance:
         found.header,
         steps,
         requests,
-        device,
         sampled,
         warnings,
         inside.at_start_us,
         inside.between_us,
     )
-
-
-def _read_device(
-    path: Path, header: EngineHeader
-) -> tuple[list[DeviceStep], list[RunWarning]]:
-    if not path.exists():
-        return [], []
-    try:
-        lines = read_device_steps(path, strict=False)
-    except RecordsError as error:
-        return [], [Warn.DEVICE_UNREADABLE(path.name, error=error)]
-    if why := another_life(header, lines.header, process=False):
-        return [], [Warn.ANOTHER_LIFE(path.name, path=path, why=why)]
-    return lines.records, left_out(path.name, lines.torn_lines, lines.bad)
 
 
 def _ended(steps: pl.DataFrame) -> tuple[pl.DataFrame, list[RunWarning]]:

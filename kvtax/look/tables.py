@@ -65,10 +65,7 @@ def cost_table(cost: Cost) -> Table:
     columns = ["us per step", "mean", "% of time", "p50", "p99", "most", "calls"]
     rows: list[list[Cell]] = [_cost_row(part, indent) for part, indent in parts]
     if cost.connector is None:
-        rows.insert(-1, ["  connector", "unknown", *[""] * (len(columns) - 1)])
-    columns.append("exposed")
-    if all(part.exposed_us is None for part, _ in parts):
-        columns, rows = columns[:-1], [row[:-1] for row in rows]
+        rows.insert(-1, ["  connector", "unknown", *[""] * (len(columns) - 2)])
     return Table(
         title="What a step takes", note=_cost_note(cost), columns=columns, rows=rows
     )
@@ -103,14 +100,13 @@ def _outside(when: str, us: dict[str, float]) -> list[str]:
 
 def _cost_row(part: Part, indent: str) -> list[Cell]:
     times = (part.p50_us, part.p99_us, part.most_us)
-    calls, exposed_us = part.calls_per_step, part.exposed_us
+    calls = part.calls_per_step
     return [
         indent + part.name,
         f"{part.mean_us:,.1f}",
         f"{100 * part.share:.1f}",
         *(f"{us:,.1f}" for us in times),
         "" if calls is None else f"{calls:,.2f}",
-        "" if exposed_us is None else f"{exposed_us:,.1f}",
     ]
 
 

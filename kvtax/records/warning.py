@@ -96,10 +96,6 @@ class Warn(Enum):
         "no engine step has ended",
         "Send the server a request; it records a step for each",
     )
-    DEVICE_UNREADABLE = (
-        "{error}",
-        "What the device waited for is not shown; see the file",
-    )
     STACKS_UNREADABLE = "{error}", "Sample again: python -m microbench.py_spy"
     FEW_SAMPLES = (
         "{count} samples lie in decode-only steps",

@@ -18,8 +18,7 @@ quantiles: `weighted_quantiles`, `median_of_passes` (sign test), `SessionDraws`
 median_slope: `slope_us_per_1k_blocks` (Theil-Sen in |cache|), `batch_held_us`
 held: `fit` (levels of an axis that was held), `growth`, `most_rise_us`
 least_squares: `jackknifed_slopes`, `share_explained_by_others`, `line_of_sums`,
-    `exponent` (of a power), `regression_slope`, `least_absolute_line`,
-    `least_relative_error`
+    `exponent` (of a power), `least_relative_error`
 latency: `latency_columns`, `tpot` (TTFT, TPOT and E2E of requests)
 processes: `student`, `look_level` (looks at a run that goes on), `RunSpread`,
     `mean_over_servers`

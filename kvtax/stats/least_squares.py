@@ -9,10 +9,9 @@ forgotten within the longest, a fifth of the time.
 from __future__ import annotations
 
 import numpy as np
-import polars as pl
 
 from kvtax.records.estimate import Estimate
-from kvtax.stats.distribution import Floats, as_float, t_quantile
+from kvtax.stats.distribution import Floats, t_quantile
 
 # Stretches of time that the jackknife leaves out in turn.
 STRETCHES = 20
@@ -85,27 +84,6 @@ def line_of_sums(sums: Floats) -> tuple[Floats, Floats]:
     with np.errstate(divide="ignore", invalid="ignore"):
         slope = np.where(spread > 1e-9 * n * xx, (n * xy - x * y) / spread, np.nan)
         return slope, (y - slope * x) / n
-
-
-def least_absolute_line(x: Floats, y: Floats) -> tuple[float, float]:
-    """Fit slope and intercept of the line of least absolute deviations.
-
-    Least squares, reweighted again and again: the line stays with the majority of the
-    points, whatever a slow minority took.
-    """
-    weight = np.ones(len(y))
-    for _ in range(ROUNDS):
-        slope, start = np.polyfit(x, y, 1, w=np.sqrt(weight))
-        weight = 1 / np.maximum(np.abs(y - start - slope * x), 1e-3 * np.median(y))
-    return float(slope), float(start)
-
-
-def regression_slope(points: pl.DataFrame, x: str, y: str) -> float | None:
-    """Fit the slope of column `y` over `x`; None where `x` does not vary."""
-    spread = as_float(points[x].var())
-    if points.height < 3 or spread <= 0:
-        return None
-    return as_float(points.select(pl.cov(y, x)).item()) / spread
 
 
 def exponent(x: Floats, y: Floats) -> float:

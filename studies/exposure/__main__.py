@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connector work that users feel, beside the part that `kvtax look` computes.
+"""Connector work that users feel, beside the part that is found exposed.
 
 A null device computes beside the host, so vLLM's asynchronous scheduling works as on a
 GPU. Two questions:
 
 - A known delay in one method after the other, at several loads, with and without
-  asynchronous scheduling: is what `look` calls exposed in that method what TPOT rises
-  by?
+  asynchronous scheduling: is what critical_path.py finds exposed in that method what
+  TPOT rises by?
 - What do the hash walk, upstream's Mooncake and the fixed one add to TPOT and TTFT, at
   a full cache and several loads?
 
@@ -58,7 +58,7 @@ WITHIN = 0.05
 
 
 class CheckRow(msgspec.Struct):
-    """Rise of TPOT with a delay, beside what `look` finds exposed."""
+    """Rise of TPOT with a delay, beside what is found exposed."""
 
     mode: str
     load: float

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import random
 import re
@@ -668,36 +667,3 @@ def test_requests_of_several_answers_or_turns_are_joined_to_the_last(
     assert clients.warnings == []
     joined_ids = instance.requests.drop_nulls("client_e2e_us")["id"]
     assert sorted(joined_ids) == sorted(engine[-1].format(name) for name in UUIDS)
-
-
-NOT_UNDERSTOOD = {
-    "profile_export_raw.jsonl": '{"metadata": {"x_request_id": "a", '
-    '"request_start_ns": 1}, "payload": {}, "responses": []}\n',
-    "profile_export.json": '{"service_kind": "openai", "experiments": [{"requests": '
-    '[{"response_timestamps": [2]}]}]}',
-    "per_request_lifecycle_metrics.json": '[{"start_time": 1.0, "info": '
-    '{"output_token_times": [1.1]}}]',
-    "benchmark_summary.json": '{"Average latency (s)": 1.2, "Succeed requests": 3}',
-    "benchmark_percentile.json": '[{"Percentiles": "10%", "Latency (s)": 1.2}]',
-    "benchmark_data.db": "SQLite format 3\0CREATE TABLE a(first_chunk_latency REAL)",
-    "without_details.json": '{"backend": "vllm", "mean_ttft_ms": 12.5}',
-    "profile_export_genai_perf.csv": "Metric,avg\nTime To First Token (ms),12\n",
-    "locust_stats.csv": "Type,Name,Request Count,Average Response Time\nPOST,a,1,2\n",
-    "benchmark_report.yaml": "results:\n  latency:\n    time_to_first_token: 1\n",
-    "long_prompts.json": f'["{"x" * 1_000_000}", {{"ttft": 1}}]',
-    "packed.json.gz": '{"benchmarks": [{"time_to_first_token_ms": 5}]}',
-    "requests.jsonl.gz": '{"schema": "kvtax.request/1"}\n',
-    "k6.json": '{"type":"Point","metric":"http_req_duration","data":{"value":1}}\n',
-}
-
-
-@pytest.mark.parametrize("name", NOT_UNDERSTOOD)
-def test_a_client_s_file_that_is_not_understood_is_named(tmp_path, name):
-    serve(tmp_path / "records", BENCH)
-    content = NOT_UNDERSTOOD[name].encode()
-    packed = gzip.compress(content) if name.endswith(".gz") else content
-    (tmp_path / "records" / name).write_bytes(packed)
-    (_, clients) = joined(tmp_path / "records")
-    (warning,) = clients.warnings
-    assert (warning.kind, warning.place) == ("client_not_understood", name)
-    assert "vllm bench" in warning.remedy

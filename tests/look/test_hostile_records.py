@@ -298,7 +298,7 @@ BROKEN = {
     "brace": (b"{\n", NO_HEADER),
     "NULs": (b"\0" * 4096, NO_HEADER),
 }
-FILES = [ENGINE, WORKER, REQUEST, "device_step.jsonl", "stacks.7.json"]
+FILES = [ENGINE, WORKER, REQUEST, "stacks.7.json"]
 
 
 @pytest.mark.parametrize("how", [*list(BROKEN)[:3], *slow(*list(BROKEN)[3:])])
@@ -348,16 +348,6 @@ def test_samples_that_cannot_be_are_named_and_hide_nothing(records, capsys, bad)
     status, told = shown(records, capsys)
     assert status == 2
     assert f"{path}: " in told and "400 steps in" in told
-
-
-def test_a_bad_forward_is_left_out_and_named(records, capsys):
-    path = records / "device_step.jsonl"
-    step = '{"step_id":1,"launched_ns":1,"began_ns":1,"ended_ns":%d}\n'
-    head = '{"schema":"kvtax.device_step/1"}\n'
-    path.write_text(head + "".join(step % end for end in (5, 2**64, -1)))
-    status, told = shown(records, capsys)
-    assert status == 2
-    assert f"{path}:3: " in told and "and 1 more" in told and "400 steps in" in told
 
 
 def test_a_life_that_is_removed_meanwhile_hides_no_other(records, monkeypatch, capsys):

@@ -11,9 +11,9 @@ from recorder_lab import recording
 
 from kvtax.engine.null_engine import NullEngine
 from kvtax.engine.null_model import NOOP, Forward, write_null_model
-from kvtax.look.critical_path import exposed
 from kvtax.look.instances import read_instances
 from kvtax.records.steps import only_life, read_device_steps
+from studies.exposure.critical_path import exposed
 
 PATCHES = ["step_timing_v2"]
 

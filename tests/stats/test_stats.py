@@ -18,10 +18,8 @@ from kvtax.stats.distribution import Distribution, f_quantile, rounded, t_quanti
 from kvtax.stats.least_squares import (
     exponent,
     jackknifed_slopes,
-    least_absolute_line,
     least_relative_error,
     line_of_sums,
-    regression_slope,
     share_explained_by_others,
 )
 from kvtax.stats.median_slope import (
@@ -627,28 +625,3 @@ def test_factors_have_the_least_relative_error_and_are_not_negative():
     constant, slope = least_relative_error(terms, falling)
     # A line cannot fall: the constant has the median relative error.
     assert slope == 0.0 and 55 <= constant <= 75
-
-
-def test_a_line_of_least_absolute_deviations_stays_with_the_majority():
-    x = np.arange(1.0, 12.0)
-    y = 5 + 2 * x
-    y[[2, 5, 8]] *= 10
-    assert least_absolute_line(x, y) == pytest.approx((2.0, 5.0), rel=5e-3)
-
-
-@pytest.mark.parametrize(
-    ("x", "y", "slope"),
-    [
-        ([0, 1, 2], [1, 3, 5], 2.0),
-        # Deviations -1, 0, 1 and -2, 1, 1.
-        ([0, 1, 2], [0, 3, 3], 1.5),
-        ([0, 1], [0, 1], None),
-        ([4, 4, 4], [0, 1, 2], None),
-    ],
-)
-def test_a_slope_of_a_regression_needs_three_points_and_an_axis_that_varies(
-    x, y, slope
-):
-    points = pl.DataFrame({"x": x, "y": y}, schema=dict.fromkeys("xy", pl.Float64))
-    found = regression_slope(points, "x", "y")
-    assert found == (slope and pytest.approx(slope))

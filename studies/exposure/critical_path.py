@@ -23,7 +23,7 @@ import numpy as np
 import polars as pl
 
 from kvtax.records.steps import DeviceStep
-from kvtax.stats.distribution import Floats, Ints, as_float
+from kvtax.stats.distribution import Floats, Ints
 from kvtax.steps.parts import method_columns
 
 # What vLLM calls after the forward is launched, and in update_from_output().
@@ -104,18 +104,6 @@ def _held_up_until(
     taken_up = np.append(ends, 0)[last] > before
     since: Ints = np.maximum(before, np.where(taken_up, results[last], 0))
     return since
-
-
-def exposed_per_step(steps: pl.DataFrame, device: list[DeviceStep]) -> dict[str, float]:
-    """Mean us per step that the device waited for a part; empty without a device."""
-    if not device:
-        return {}
-    table = exposed(steps, device)
-    return {
-        name.removeprefix("exposed."): as_float(table[name].mean())
-        for name in table.columns
-        if name.startswith("exposed.")
-    }
 
 
 def _stretches(
