@@ -13,16 +13,12 @@ so all intervals are widened by the number of looks that the profile allows
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import msgspec
 import numpy as np
-from rich.console import Console
-from rich.live import Live
-from rich.table import Table
 
 from kvtax import run_folder
 from kvtax.engine import provenance
@@ -87,15 +83,15 @@ def _run_all(
 ) -> list[TrialRecord]:
     """Run the trials of `plan` in order; return their records."""
     records = []
-    with Progress(plan) as progress:
-        for index, planned in enumerate(plan):
-            folder = run_dir / planned.folder
-            progress.begin(index)
-            record = read_finished(folder, planned) if resume else None
-            if record is None:
-                record = shop.run(folder, planned)
-            progress.end(index, record)
-            records.append(record)
+    for number, planned in enumerate(plan, 1):
+        folder = run_dir / planned.folder
+        count = f"[{number}/{len(plan)}]"
+        print(f"{count} {planned.config}, repeat {planned.repeat}", flush=True)
+        record = read_finished(folder, planned) if resume else None
+        if record is None:
+            record = shop.run(folder, planned)
+        print(f"    {_outcome(record)}", flush=True)
+        records.append(record)
     return records
 
 
@@ -186,53 +182,11 @@ def undecided(run_dir: Path, repeats: int) -> list[str]:
     return sorted(more, key=lambda name: more[name])
 
 
-class Progress:
-    """Live table of the trials on a terminal, plain lines elsewhere."""
-
-    def __init__(self, plan: list[PlannedTrial]) -> None:
-        self._plan = plan
-        self._state = ["" for _ in plan]
-        self._started = 0.0
-        self._console = Console()
-        self._live = (
-            Live(self, console=self._console, refresh_per_second=2)
-            if self._console.is_terminal
-            else None
-        )
-
-    def __enter__(self) -> Progress:
-        if self._live:
-            self._live.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self._live:
-            self._live.stop()
-
-    def begin(self, index: int) -> None:
-        """Show that the trial runs."""
-        self._started = time.monotonic()
-        self._state[index] = "running"
-        if not self._live:
-            trial = self._plan[index]
-            count = f"[{index + 1}/{len(self._plan)}]"
-            print(f"{count} {trial.config}, repeat {trial.repeat}", flush=True)
-
-    def end(self, index: int, trial: TrialRecord) -> None:
-        """Show how the trial ended."""
-        outcome: str = trial.status
-        if trial.error:
-            outcome += ": " + trial.error.partition("\n")[0]
-        elif trial.wall_s and trial.ready_s:
-            outcome += f", ready in {trial.ready_s:.0f} s, {trial.wall_s:.0f} s in all"
-        self._state[index] = outcome
-        if not self._live:
-            print(f"    {outcome}", flush=True)
-
-    def __rich__(self) -> Table:
-        table = Table("config", "repeat", "state")
-        for trial, state in zip(self._plan, self._state, strict=True):
-            if state == "running":
-                state = f"running, {time.monotonic() - self._started:.0f} s"
-            table.add_row(trial.config, str(trial.repeat), state)
-        return table
+def _outcome(trial: TrialRecord) -> str:
+    """Say how a trial ended."""
+    if trial.error:
+        return f"{trial.status}: {trial.error.splitlines()[0]}"
+    if trial.wall_s and trial.ready_s:
+        took = f"ready in {trial.ready_s:.0f} s, {trial.wall_s:.0f} s in all"
+        return f"{trial.status}, {took}"
+    return trial.status
