@@ -27,7 +27,7 @@ from typing import IO, Any
 
 from kvtax.engine.installation import Installation, installation
 from kvtax.engine.server import tail
-from kvtax.paths import PACKAGE, REPOSITORY
+from kvtax.paths import REPOSITORY
 from kvtax.proc.foreground import run_in_foreground
 from kvtax.proc.machine_lock import machine_lock
 from kvtax.proc.supervise import begin_child
@@ -239,38 +239,6 @@ def _warn_if_open(address: str) -> None:
             file=sys.stderr,
             flush=True,
         )
-
-
-def answers(
-    address: str, function: Callable[[Any, str], Any], argument: Any
-) -> Iterator[tuple[str, Any]]:
-    """Yield each host's name with what `function(argument, name)` returns there.
-
-    Or with an exception, if that went wrong or the host was lost. Raises HostsError.
-    """
-    import ray
-    from ray.exceptions import RayError, RayTaskError
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    with connected(address, {"py_modules": [str(PACKAGE)]}):
-        names = {}
-        for node in ray.nodes():
-            if node["Alive"]:
-                there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-                remote = ray.remote(function).options(
-                    num_cpus=0, scheduling_strategy=there
-                )
-                name = node["NodeManagerAddress"]
-                names[remote.remote(argument, name)] = name
-        while names:
-            (done,), _ = ray.wait(list(names))
-            try:
-                answer = ray.get(done)
-            except RayTaskError as error:
-                answer = error.cause
-            except RayError as error:
-                answer = error
-            yield names.pop(done), answer
 
 
 def _run(task: bytes) -> tuple[str, dict[str, bytes]]:

@@ -5,7 +5,6 @@
     kvtax look /records --follow                       new records in the terminal
     kvtax look /records --summary host1.parquet        counts of this host's steps
     kvtax look host1.parquet host2.parquet             tables of merged counts
-    kvtax look /records --ray ADDRESS                  counts of all hosts of a cluster
 
 DIR is the folder that KVTAX_STEP_RECORDS_DIR named, or a folder of such folders.
 Records are only read; the server may be running. The exit code is 2 if a file or a line
@@ -16,11 +15,9 @@ from __future__ import annotations
 
 import argparse
 import platform
-import sys
 from pathlib import Path
 
 from kvtax.cli import Exit
-from kvtax.cli.options import add_ray
 
 # Name of the page beside the records, unlike that of any other command's.
 PAGE = "look.html"
@@ -77,7 +74,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="name of this host in a summary (default: its own)",
     )
-    add_ray(hosts, "count DIR on each host")
 
 
 def _address(text: str) -> str:
@@ -97,7 +93,7 @@ class LookError(Exception):
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Look at the records; raises LookError, RecordsError, HostsError and OSError."""
+    """Look at the records; raises LookError, RecordsError and OSError."""
     from kvtax.look import actions
     from kvtax.look.perfetto import Window
 
@@ -110,10 +106,8 @@ def run(arguments: argparse.Namespace) -> int:
     watching = arguments.follow or arguments.prometheus
     if not first.is_file() and others:
         raise LookError(f"{others[0]}: give one folder of records, or only summaries")
-    if first.is_file() and (watching or arguments.perfetto or arguments.ray):
-        raise LookError(f"{first}: is a file; a trace, --ray or a live view needs DIR")
-    if arguments.ray:
-        return _on_all_hosts(arguments.ray, first, arguments.summary)
+    if first.is_file() and (watching or arguments.perfetto):
+        raise LookError(f"{first}: is a file; a trace or a live view needs DIR")
     if watching:
         actions.watch(first, arguments.prometheus)
         return Exit.GOOD
@@ -131,22 +125,3 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"wrote {out}: all tables, and each moment")
     is_bad = any(warning.kind in actions.BAD_INPUT for warning in warnings)
     return Exit.BAD_INPUT if is_bad else Exit.GOOD
-
-
-def _on_all_hosts(address: str, folder: Path, summary: Path | None) -> int:
-    """Count `folder` on each host and print all; NOT_MEASURED if a host is missing."""
-    from kvtax.hosts import answers
-    from kvtax.look.actions import print_totals
-    from kvtax.look.totals import StepTotals, totals_of
-
-    parts: dict[str, StepTotals] = {}
-    missing = 0
-    for host, totals in answers(address, totals_of, folder):
-        if isinstance(totals, Exception):
-            print(f"left out {host}: {totals}", file=sys.stderr)
-            missing += 1
-        else:
-            parts[host] = totals
-    if parts:
-        print_totals(dict(sorted(parts.items())), summary)
-    return Exit.NOT_MEASURED if missing or not parts else Exit.GOOD

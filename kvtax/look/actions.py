@@ -118,16 +118,7 @@ def count(folder: Path, host: str, summary: Path) -> list[RunWarning]:
 
 def merge(files: Sequence[Path], summary: Path | None) -> list[RunWarning]:
     """Print a table for each file of counts, and for all; write all as one file."""
-    return print_totals({path.name: read_totals(path) for path in files}, summary)
-
-
-def print_totals(
-    parts: dict[str, StepTotals], summary: Path | None
-) -> list[RunWarning]:
-    """Print a table for each of `parts`, and for all; return all warnings.
-
-    If `summary` is given, write all as one file.
-    """
+    parts = {path.name: read_totals(path) for path in files}
     print(totals_text(parts))
     whole = merge_totals(parts.values())
     if summary:
