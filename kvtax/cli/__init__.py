@@ -197,7 +197,7 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            from kvtax.patcher.cli import nearest
+            from kvtax.patcher.manifest import nearest
 
             near = nearest(str(value), map(str, action.choices))
             what = f"no {str(action.metavar or 'value').lower()} {value!r}{near}"

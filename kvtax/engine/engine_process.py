@@ -6,7 +6,6 @@ Several of them live side by side, and whoever measures lets one at a time work.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -162,14 +161,3 @@ def serve(subject: Any, socket: str, *functions: Callable) -> None:
             except EOFError:
                 return
             parent.send(calls[name](subject, *arguments))
-
-
-def thread_cpu_s(native_id: int) -> float:
-    """CPU seconds of any thread of this process, also one that is not Python's."""
-    # The clock of a thread, as in the kernel's CPUCLOCK_PERTHREAD | CPUCLOCK_SCHED.
-    return time.clock_gettime((~native_id << 3) | 6)
-
-
-def thread_ids() -> list[int]:
-    """Native ids of all threads of this process."""
-    return [int(name) for name in os.listdir("/proc/self/task")]

@@ -3,7 +3,6 @@
 
 import argparse
 import ast
-import difflib
 import io
 import itertools
 import os
@@ -23,7 +22,7 @@ from .errors import (
     UnfinishedError,
 )
 from .journal import pending, settle
-from .manifest import in_sets, load_patches, load_sets, select
+from .manifest import in_sets, load_patches, load_sets, nearest, select
 from .patch import Patch, Release, load_releases
 from .plan import Plan
 from .target import Tree, find_package, locate
@@ -79,12 +78,6 @@ def mistyped(given: Iterable[str], options: Iterable[str]) -> str:
         if option.startswith("--") and not any(o.startswith(option) for o in names):
             message += f"; {option}{nearest(option, names) or ' is unknown'}"
     return message
-
-
-def nearest(word: str, words: Iterable[str]) -> str:
-    """Ask whether `word` was to be the one of `words` that it resembles; else ""."""
-    near = difflib.get_close_matches(word, [*words], 1)
-    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

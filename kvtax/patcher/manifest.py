@@ -65,13 +65,17 @@ def select(known: Mapping[str, Patch], names: Iterable[str]) -> list[Patch]:
     """Return the patches of these names. Raises ManifestError if there is none."""
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            meant = f" (did you mean {near[0]}?)" if near else ""
             raise ManifestError(
-                f"no patch or set {name!r}{meant}; there are "
+                f"no patch or set {name!r}{nearest(name, known)}; there are "
                 f"{', '.join(sorted(known)) or 'no patches'}"
             )
     return [known[name] for name in names]
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """Ask whether `word` was to be the one of `words` that it resembles; else ""."""
+    near = difflib.get_close_matches(word, [*words], 1)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def load_patch(folder: Path | str) -> Patch:
