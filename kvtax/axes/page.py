@@ -22,14 +22,13 @@ from kvtax.records.files import write_whole
 from kvtax.records.observatory_cell import CellRecord
 from kvtax.report import render
 from kvtax.report.document import Cell, Page, Table, Words
-from kvtax.report.markdown import DASH
+from kvtax.report.markdown import DASH, TIMES
 from kvtax.stats import Estimate
 from kvtax.stats.quantiles import median_of_passes
 from kvtax.verdict.axes import AXES, Growth, growth, whole
 
 ARROW = "\N{RIGHTWARDS ARROW}"
 MARK = "\N{DAGGER}"
-TIMES = "\N{MULTIPLICATION SIGN}"
 PAGE = "README.md"
 Cells = dict[CellName, CellRecord]
 

@@ -27,6 +27,7 @@ from kvtax.report.document import (
     Verdicts,
     Words,
 )
+from kvtax.report.markdown import DASH, table
 
 HERE = Path(__file__).parent
 ASSETS = HERE / "assets"
@@ -37,7 +38,6 @@ POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "img-src data: blob:"
 )
-DASH = "\N{EN DASH}"
 MARKS = re.compile(r"`([^`]+)`|\*\*(.+?)\*\*")
 LINK = re.compile(r"\[([^\]]+)\]\([^)\s]+\)")
 # Places that a line of Markdown names for one kind of warning.
@@ -91,11 +91,11 @@ def _section_markdown(section: Section) -> list[str]:
         case Words():
             return _joined(section.paragraphs)
         case Table():
-            table = _table_markdown(section)
+            text = _table_markdown(section)
             if section.open:
-                return [section.note, table]
+                return [section.note, text]
             summary = f"<details><summary>{section.title}</summary>"
-            return [summary, section.note, table, "</details>"]
+            return [summary, section.note, text, "</details>"]
         case Picture():
             return [f"![{section.title}]({section.file})" if section.file else ""]
         case Verdicts():
@@ -130,11 +130,10 @@ def _joined(paragraphs: Iterable[str]) -> list[str]:
     return blocks
 
 
-def _table_markdown(table: Table) -> str:
-    head = [_cell_markdown(name) for name in table.columns]
-    rows = [[_cell_markdown(cell) for cell in row] for row in table.rows]
-    align = ["---"] + ["---:"] * (len(head) - 1)
-    return "\n".join("| " + " | ".join(row) + " |" for row in [head, align, *rows])
+def _table_markdown(section: Table) -> str:
+    head = [_cell_markdown(name) for name in section.columns]
+    rows = [[_cell_markdown(cell) for cell in row] for row in section.rows]
+    return table(head, rows)
 
 
 def _cell_markdown(cell: Cell) -> str:

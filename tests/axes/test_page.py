@@ -23,7 +23,6 @@ from kvtax.axes.matrix import (
 from kvtax.axes.page import (
     ARROW,
     PAGE,
-    TIMES,
     summary_page,
     with_releases_of,
 )
@@ -33,6 +32,7 @@ from kvtax.engine.installation import installation
 from kvtax.records.estimate import Estimate
 from kvtax.records.observatory_cell import CellRecord, Idle, keep_cell
 from kvtax.report import render
+from kvtax.report.markdown import TIMES
 from kvtax.verdict.axes import AXES
 from tests.harness.made_up import made
 from tests.verdict.test_axes import curve
