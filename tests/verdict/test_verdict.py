@@ -4,20 +4,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import polars as pl
 import pytest
 
 from kvtax.records.per_config import ConfigEntry, ConfigEvidence, HeldLevels, RareSteps
-from kvtax.records.requests import PhaseStart
 from kvtax.records.run import RunRecord
 from kvtax.stats import Estimate
 from kvtax.stats.held import Fit
-from kvtax.steps.trial_steps import STEP_TIMES, trial_steps
 from kvtax.verdict.analysis import analyse
 from kvtax.verdict.metrics import DECISIVE, JUDGED, margin_of
-from kvtax.verdict.trials import LoadedTrial
+from kvtax.verdict.trials import LoadedTrial, load_trial
 from kvtax.verdict.verdict import (
     held_levels,
     judge_all,
@@ -27,9 +26,7 @@ from kvtax.verdict.verdict import (
 )
 from kvtax.verdict.warnings import config_warnings, largest_relative_bound, undecided
 from microbench.summary.growth import short_verdict, verdict_words
-from tests.harness.made_up import FIRST_NS, STEP_NS
-from tests.microbench.synthetic import LADDER, PROFILE, Truth, layout
-from tests.microbench.synthetic import trial_steps as made_up_steps
+from tests.microbench.synthetic import LADDER, PROFILE, Truth, layout, write_trial
 
 X = np.array([0.0, 5.0, 10.0, 15.0, 18.0])
 # What a level may lie above a lower one and still be flat.
@@ -272,25 +269,13 @@ def test_a_config_with_too_few_holds_says_so_and_nothing_else():
     assert "no_slope" in {found.kind for found in config_warnings(entry, evidence)}
 
 
-LEVELS = len(LADDER.levels)
+LEVELS, STEPS = len(LADDER.levels), 1_600
 
 
-def trial_of(truth: Truth, repeat: int, seed: int, steps: int = 1_600) -> LoadedTrial:
-    """A loaded trial without the detour over files."""
-    engine, worker = made_up_steps(truth, repeat, seed, steps, 16_000)
-    recorded = engine.join(worker.drop("t_ns"), on="step_id").with_columns(
-        pl.lit(None, pl.Float64).alias(time)
-        for time in (*STEP_TIMES, "yardstick_us")
-        if time not in (*engine.columns, *worker.columns)
-    )
-    phases = []
-    for span in layout(steps):
-        start_ns = FIRST_NS + span.first * STEP_NS
-        reset_ns = start_ns if span.reset else None
-        phases.append(PhaseStart(span.name, start_ns, reset_ns))
-    return LoadedTrial(
-        truth.name, repeat, None, None, trial_steps(repeat, recorded, phases)
-    )
+def trial_of(folder: Path, truth: Truth, repeat: int, seed: int) -> LoadedTrial:
+    """Write a trial of STEPS, and load it."""
+    write_trial(folder / str(seed), truth, repeat, seed, STEPS, 16_000)
+    return load_trial(folder / str(seed), truth.name, repeat)
 
 
 def slowed(trial: LoadedTrial, start: float, stop: float, factor: float) -> LoadedTrial:
@@ -303,7 +288,7 @@ def slowed(trial: LoadedTrial, start: float, stop: float, factor: float) -> Load
         pl.when(place.is_between(start, stop)).then(pl.col(t) * factor).otherwise(t)
         for t in times
     )
-    return LoadedTrial(trial.config, trial.repeat, None, None, steps)
+    return replace(trial, steps=steps)
 
 
 def verdict_of(trials: list[LoadedTrial]) -> str:
@@ -312,10 +297,11 @@ def verdict_of(trials: list[LoadedTrial]) -> str:
 
 
 @pytest.mark.slow
-def test_a_flat_cost_is_never_called_growing_on_a_noisy_machine():
+def test_a_flat_cost_is_never_called_growing_on_a_noisy_machine(tmp_path):
     rng = np.random.default_rng(0)
     for seed in range(12):
-        trials = [trial_of(Truth("plain"), r, 100 * seed + r) for r in range(3)]
+        plain = Truth("plain")
+        trials = [trial_of(tmp_path, plain, r, 100 * seed + r) for r in range(3)]
         # One neighbour, who slows a random part of each lifetime.
         noisy = []
         for trial in trials:
@@ -325,20 +311,22 @@ def test_a_flat_cost_is_never_called_growing_on_a_noisy_machine():
         assert verdict_of(noisy) != "grows", seed
 
 
-def test_a_neighbour_that_looks_like_growth_in_one_pass_does_not_convince():
-    trial = trial_of(Truth("plain"), 0, 0)
-    holds = [span for span in layout(1_600) if span.level is not None]
+def test_a_neighbour_that_looks_like_growth_in_one_pass_does_not_convince(tmp_path):
+    trial = trial_of(tmp_path, Truth("plain"), 0, 0)
+    holds = [span for span in layout(STEPS) if span.level is not None]
     # Slow in the highest level of one pass, then gone.
     full = [span for span in holds if span.level == LEVELS - 1][1]
-    start, stop = (step / 1_600 for step in (full.first, full.first + full.count))
+    start, stop = (step / STEPS for step in (full.first, full.first + full.count))
     assert verdict_of([slowed(trial, start, stop, 2.0)]) != "grows"
 
 
-def test_what_rises_with_the_level_is_growth_whatever_drifts_besides():
-    trials = [trial_of(Truth("plain", slope=20.0, drift=40.0), r, r) for r in range(2)]
+def test_what_rises_with_the_level_is_growth_whatever_drifts_besides(tmp_path):
+    both = Truth("plain", slope=20.0, drift=40.0)
+    trials = [trial_of(tmp_path, both, r, r) for r in range(2)]
     assert verdict_of(trials) == "grows"
 
 
-def test_growth_just_above_the_margin_is_found_on_one_server():
-    assert verdict_of([trial_of(Truth("plain", slope=4.0), 0, 0)]) == "grows"
-    assert verdict_of([trial_of(Truth("plain"), 0, 0)]) == "flat"
+@pytest.mark.parametrize(("slope", "verdict"), [(4.0, "grows"), (0.0, "flat")])
+def test_growth_just_above_the_margin_is_found_on_one_server(tmp_path, slope, verdict):
+    trial = trial_of(tmp_path, Truth("plain", slope=slope), 0, 0)
+    assert verdict_of([trial]) == verdict
