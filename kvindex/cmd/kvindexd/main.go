@@ -19,6 +19,7 @@ import (
 	"net"
 	"os"
 	"os/signal"
+	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -184,6 +185,9 @@ func parse(arguments []string, stderr io.Writer) (*settings, error) {
 	}
 	s.fleet.Seeds = []string{blockhash.DefaultSeed}
 	if *seed != "" {
+		if _, err := strconv.ParseUint(*seed, 10, 32); err != nil {
+			return nil, fmt.Errorf("-hash-seed %s: Python takes a whole number from 0 to 4294967295", *seed)
+		}
 		s.fleet.Seeds = append([]string{*seed}, s.fleet.Seeds...)
 	}
 	s.fleet.MemoBytes = *memoMiB << 20
@@ -218,6 +222,11 @@ func (s *settings) add(name, events, replay string) error {
 	if replay != "" {
 		if err := source.Replay.Check(); err != nil {
 			return fmt.Errorf("instance %s: %w", name, err)
+		}
+	}
+	for _, other := range s.fleet.Instances {
+		if other.Source.Events == source.Events {
+			return fmt.Errorf("instances %s and %s have the same endpoint, %s", other.Name, name, events)
 		}
 	}
 	s.fleet.Instances = append(s.fleet.Instances, fleet.InstanceConfig{Name: name, Source: source})

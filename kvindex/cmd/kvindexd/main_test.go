@@ -182,6 +182,8 @@ func TestBadArgumentsAreRefusedInWords(t *testing.T) {
 		"is needed":              {},
 		"is no flag":             append(a, "more"),
 		"ZMQ endpoint":           {"-instance", "a=tcp://*:1"},
+		"Python takes":           append(a, "-hash-seed", "abc"),
+		"the same endpoint":      append(a, "-instance", "b=tcp://h:1"),
 		"instance b":             {"-instance", "b=tcp://h:1,h:2"},
 		"NAME=EVENTS":            {"-instance", "a"},
 		"unix:///PATH":           append(a, "-listen", "8080"),

@@ -21,6 +21,7 @@ import (
 	"log/slog"
 	"net"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -351,7 +352,9 @@ func (e Endpoint) split() (network, address string, err error) {
 		return "unix", path, nil
 	}
 	address, ok := strings.CutPrefix(string(e), "tcp://")
-	if _, _, err := net.SplitHostPort(address); !ok || err != nil || strings.Contains(address, "*") {
+	_, port, err := net.SplitHostPort(address)
+	number, noPort := strconv.ParseUint(port, 10, 16)
+	if !ok || err != nil || noPort != nil || number == 0 || strings.Contains(address, "*") {
 		return "", "", fmt.Errorf("%q is no ZMQ endpoint to connect to: tcp://HOST:PORT or ipc://PATH is needed", string(e))
 	}
 	return "tcp", address, nil

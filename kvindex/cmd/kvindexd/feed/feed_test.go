@@ -308,7 +308,7 @@ func TestWhateverIsLostAllIsTakenInOrder(t *testing.T) {
 }
 
 func TestWhatIsNoEndpointIsRefused(t *testing.T) {
-	for _, bad := range []Endpoint{"", "tcp://", "tcp://host", "tcp://*:5557", "ipc://", "http://a:1", "a:1"} {
+	for _, bad := range []Endpoint{"", "tcp://", "tcp://host", "tcp://*:5557", "tcp://host:0", "tcp://host:99999", "ipc://", "http://a:1", "a:1"} {
 		if bad.Check() == nil {
 			t.Errorf("%q is taken", bad)
 		}
