@@ -30,16 +30,12 @@ import numpy as np
 from kvtax_fleet.instances import write_instances
 from kvtax_fleet.launch import vllm_router as vllm_router_command
 from kvtax_fleet.launch.kvindexd import kvindexd
-from kvtax_fleet.policies import (
-    POLICIES,
-    Candidate,
-    RequestInfo,
-    Snapshot,
-    parameters_of,
-)
+from kvtax_fleet.policies import POLICIES, parameters_of
+from kvtax_fleet.policies.decision import RequestInfo
 from kvtax_fleet.proxy.body import Body
 from kvtax_fleet.proxy.kvindexd import Kvindexd
 from kvtax_fleet.proxy.router import Mirror
+from kvtax_fleet.records.decisions import Candidate, Snapshot
 from kvtax_fleet.records.instances import Instance
 
 from benchmarks.proxy_targets import (

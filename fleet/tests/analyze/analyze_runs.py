@@ -20,15 +20,15 @@ from kvtax_fleet.analyze.analysis import Analysis, analyse
 from kvtax_fleet.analyze.arm_runs import read_run
 from kvtax_fleet.analyze.fleet_report import report_page
 from kvtax_fleet.analyze.frames import requests_frame
-from kvtax_fleet.policies import (
-    POLICIES,
-    Candidate,
-    RequestInfo,
-    Snapshot,
-    parameters_of,
-)
+from kvtax_fleet.policies import POLICIES, parameters_of
+from kvtax_fleet.policies.decision import RequestInfo
 from kvtax_fleet.records.arm import ArmRecord, Freshness, MachineLoad
-from kvtax_fleet.records.decisions import DecisionRecord, DecisionsHeader
+from kvtax_fleet.records.decisions import (
+    Candidate,
+    DecisionRecord,
+    DecisionsHeader,
+    Snapshot,
+)
 from kvtax_fleet.records.instances import Instance
 
 INSTANCES = ("i0", "i1", "i2", "i3")

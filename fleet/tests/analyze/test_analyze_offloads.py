@@ -24,9 +24,14 @@ from kvtax_fleet.analyze.arm_runs import ArmRun, read_run
 from kvtax_fleet.analyze.frames import requests_frame
 from kvtax_fleet.analyze.offloads import ENGINE_PHASES, engine_phases, offloads
 from kvtax_fleet.analyze.request_tables import WorkloadSpread, moves, workload
-from kvtax_fleet.policies import Candidate, Snapshot
 from kvtax_fleet.records.arm import ArmRecord
-from kvtax_fleet.records.decisions import DecisionEnd, DecisionRecord, Offload
+from kvtax_fleet.records.decisions import (
+    Candidate,
+    DecisionEnd,
+    DecisionRecord,
+    Offload,
+    Snapshot,
+)
 from kvtax_fleet.records.instances import Instance
 
 MS = 1_000_000

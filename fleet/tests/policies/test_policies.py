@@ -9,16 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtax_fleet.policies import (
-    POLICIES,
-    Candidate,
-    Decision,
-    NoInstance,
-    PolicyError,
-    RequestInfo,
-    Snapshot,
-    parameters_of,
-)
+from kvtax_fleet.policies import POLICIES, PolicyError, parameters_of
+from kvtax_fleet.policies.decision import Decision, NoInstance, RequestInfo
+from kvtax_fleet.records.decisions import Candidate, Snapshot
 
 MOVES_KV = [name for name in POLICIES if POLICIES[name].moves_kv]
 # The reference study's rule sends KV whether there is room or not.

@@ -9,17 +9,16 @@ import msgspec
 import pytest
 from kvtax.records import RecordsError
 
-from kvtax_fleet.policies import (
-    POLICIES,
-    Candidate,
-    PolicyError,
-    RequestInfo,
-    Snapshot,
-    parameters_of,
-)
+from kvtax_fleet.policies import POLICIES, PolicyError, parameters_of
+from kvtax_fleet.policies.decision import RequestInfo
 from kvtax_fleet.policies.replay import decide_again
 from kvtax_fleet.proxy.decision_log import DecisionLog
-from kvtax_fleet.records.decisions import DecisionEnd, DecisionsHeader
+from kvtax_fleet.records.decisions import (
+    Candidate,
+    DecisionEnd,
+    DecisionsHeader,
+    Snapshot,
+)
 
 
 def snapshot(number: int) -> Snapshot:

@@ -10,59 +10,21 @@ import msgspec
 import polars as pl
 from kvtax.stats.quantiles import SessionDraws
 
-from kvtax_fleet.analyze import interference
+from kvtax_fleet.analyze import (
+    cache,
+    fleet_warnings,
+    load,
+    request_tables,
+    what_if,
+)
 from kvtax_fleet.analyze.arm_runs import ArmRun
-from kvtax_fleet.analyze.cache import (
-    Apc,
-    Belief,
-    MirrorDifference,
-    apc,
-    belief,
-    kv_blocks,
-    mirror_against_exact,
-)
 from kvtax_fleet.analyze.comparison import Comparison, comparisons
-from kvtax_fleet.analyze.fleet_warnings import (
-    WarningEntry,
-    arm_warnings,
-    cache_warnings,
-    noise_warnings,
-    offline_warnings,
-    run_warnings,
-)
+from kvtax_fleet.analyze.fleet_warnings import WarningEntry
 from kvtax_fleet.analyze.frames import requests_frame, steady_window_ns
-from kvtax_fleet.analyze.interference import Interference
-from kvtax_fleet.analyze.load import (
-    Accumulation,
-    GpuUse,
-    Imbalance,
-    Skew,
-    accumulation,
-    gpu_use,
-    hotspot,
-    token_imbalance,
-)
+from kvtax_fleet.analyze.interference import Interference, points, slope
 from kvtax_fleet.analyze.offloads import Offloads, offloads
 from kvtax_fleet.analyze.ranking import Rank, ranking, twins_of
-from kvtax_fleet.analyze.request_tables import (
-    Latency,
-    Moves,
-    Outcomes,
-    Workload,
-    latency_table,
-    moves,
-    outcomes,
-    workload,
-)
 from kvtax_fleet.analyze.substrate import Layer, SubstrateChain, layer_of, substrate
-from kvtax_fleet.analyze.what_if import (
-    Disagreement,
-    Link,
-    MigrationRule,
-    disagreements,
-    kv_bytes_per_token,
-    migrations,
-)
 from kvtax_fleet.records.arm import OUR_PROXY, ArmRecord
 
 SCHEMA = "kvtax.fleet_analysis/1"
@@ -98,7 +60,7 @@ class Migration(msgspec.Struct):
     """Bytes of KV per token."""
     bandwidth_gbit_s: float
     """Bandwidth of a move."""
-    policies: list[MigrationRule]
+    policies: list[what_if.MigrationRule]
     """One entry per rule."""
 
 
@@ -115,19 +77,19 @@ class Repeat(msgspec.Struct, kw_only=True):
     """Send lag by quantile; null if nothing was sent."""
     valid: bool | None
     """Whether the send lag was within its budget; null if that was not checked."""
-    apc: Apc
+    apc: cache.Apc
     """Prefix cache hits."""
     kv_blocks: dict[str, int] = {}
     """KV cache blocks by instance."""
-    imbalance: Imbalance
+    imbalance: load.Imbalance
     """Tokens by instance."""
-    hotspot: Skew | None
+    hotspot: load.Skew | None
     """Skew of the tokens under way; null without any."""
-    accumulation: Accumulation | None
+    accumulation: load.Accumulation | None
     """Sessions and context tokens by instance; null where no request was placed."""
-    gpu: dict[str, GpuUse] | None
+    gpu: dict[str, load.GpuUse] | None
     """By GPU; null without samples."""
-    mirror: MirrorDifference | None
+    mirror: cache.MirrorDifference | None
     """The proxy's mirror against the KV events; null where one is missing."""
 
 
@@ -142,9 +104,9 @@ class ArmAnalysis(msgspec.Struct, kw_only=True):
     """Connector config; null without one."""
     concurrency: int | None
     """Requests in flight per instance; in an open loop at most."""
-    outcomes: Outcomes | None
+    outcomes: request_tables.Outcomes | None
     """Requests by outcome; null without any."""
-    latency: Latency
+    latency: request_tables.Latency
     """By window, then by class of the request or `all`."""
     repeats: list[Repeat]
     """One entry per repeat."""
@@ -153,13 +115,13 @@ class ArmAnalysis(msgspec.Struct, kw_only=True):
     cache_state: str | None
     """`mirror`, `exact` or `llm-d`: how the proxy knows what is cached; null for
     another router."""
-    belief: Belief | None
+    belief: cache.Belief | None
     """Error of that knowledge; null if it was not checked."""
-    offline: dict[str, Disagreement | None] | None
+    offline: dict[str, what_if.Disagreement | None] | None
     """By policy, on the recorded decisions; null without any."""
     offloads: Offloads | None
     """Prefills on another instance; null without any."""
-    moves: Moves | None
+    moves: request_tables.Moves | None
     """Sessions moved with their KV; null if the policy moves none."""
 
 
@@ -170,7 +132,7 @@ class FleetAnalysis(msgspec.Struct, tag_field="schema", tag=SCHEMA):
     """Name of the experiment; null for a run of its own."""
     made: Made
     """Conditions of the run."""
-    workload: Workload | None
+    workload: request_tables.Workload | None
     """The requests; null without any."""
     arms: dict[str, ArmAnalysis]
     """By name."""
@@ -241,23 +203,24 @@ def analyse(runs: list[ArmRun], model: str, bandwidth_gbit_s: float) -> Analysis
 
     Raises RecordsError, ModelError and ConfigError.
     """
-    link = Link(kv_bytes_per_token(model), bandwidth_gbit_s)
+    link = what_if.Link(what_if.kv_bytes_per_token(model), bandwidth_gbit_s)
     # A run that failed does not show what its arm does: it is counted, and no more.
     finished = [run for run in runs if run.info.status == "ok"]
     everything, requests = requests_frame(runs), requests_frame(finished)
     draws = SessionDraws(requests["session"])
-    points = {
-        arm: interference.points_of([(of(requests, run), names(run)) for run in own])
+    under_way = {
+        arm: pl.concat([points(of(requests, run), names(run)) for run in own])
         for arm, own in by_arm(finished).items()
     }
-    warnings = run_warnings(runs)
-    counted, levels = outcomes(everything), latency_table(requests, draws)
+    warnings = fleet_warnings.run_warnings(runs)
+    counted = request_tables.outcomes(everything)
+    levels = request_tables.latency_table(requests, draws)
     policies = _our_policies(runs)
     arms = {}
     for arm, own in by_arm(runs).items():
         info = own[0].info
-        offline = disagreements(own[0].folder, policies)
-        warnings += offline_warnings(arm, offline)
+        offline = what_if.disagreements(own[0].folder, policies)
+        warnings += fleet_warnings.offline_warnings(arm, offline)
         answered = requests.filter(pl.col("arm") == arm)
         arms[arm] = ArmAnalysis(
             router=info.router,
@@ -267,21 +230,19 @@ def analyse(runs: list[ArmRun], model: str, bandwidth_gbit_s: float) -> Analysis
             outcomes=counted.get(arm),
             latency=levels.get(arm, {}),
             repeats=[_repeat(run, of(everything, run), warnings) for run in own],
-            interference=interference.slope(points[arm], draws)
-            if arm in points
-            else None,
+            interference=slope(under_way[arm], draws) if arm in under_way else None,
             cache_state=info.cache_state,
-            belief=belief(answered, block_tokens(own)),
+            belief=cache.belief(answered, block_tokens(own)),
             offline=offline,
             offloads=offloads(own, answered, draws),
-            moves=moves(answered),
+            moves=request_tables.moves(answered),
         )
     compared, spreads = comparisons(runs, requests, draws)
-    warnings += noise_warnings(compared)
+    warnings += fleet_warnings.noise_warnings(compared)
     results = FleetAnalysis(
         experiment=runs[0].info.experiment,
         made=_made(runs[0]),
-        workload=workload(of(everything, runs[0])),
+        workload=request_tables.workload(of(everything, runs[0])),
         arms=arms,
         comparisons=compared,
         ranking=ranking(finished, requests, compared),
@@ -341,7 +302,7 @@ def _made(run: ArmRun) -> Made:
 
 
 def _migration(
-    runs: list[ArmRun], requests: pl.DataFrame, model: str, link: Link
+    runs: list[ArmRun], requests: pl.DataFrame, model: str, link: what_if.Link
 ) -> Migration | None:
     """Simulate on the first run that finished: the baseline, where it did."""
     if not runs:
@@ -353,27 +314,27 @@ def _migration(
         model=model,
         kv_bytes_per_token=link.kv_bytes_per_token,
         bandwidth_gbit_s=link.bandwidth_gbit_s,
-        policies=migrations(of(requests, run), names(run), link, window_ns),
+        policies=what_if.migrations(of(requests, run), names(run), link, window_ns),
     )
 
 
 def _repeat(
     run: ArmRun, requests: pl.DataFrame, warnings: list[WarningEntry]
 ) -> Repeat:
-    cache, window_ns = apc(run, requests), steady_window_ns(run.end)
-    warnings += arm_warnings(run, requests)
-    warnings += cache_warnings(run.info.arm, run.info.repeat, cache)
+    hits, window_ns = cache.apc(run, requests), steady_window_ns(run.end)
+    warnings += fleet_warnings.arm_warnings(run, requests)
+    warnings += fleet_warnings.cache_warnings(run.info.arm, run.info.repeat, hits)
     return Repeat(
         repeat=run.info.repeat,
         status=run.info.status,
         error=run.info.error,
         lag_ms=run.end.lag_ms if run.end else None,
         valid=run.end.valid if run.end else None,
-        apc=cache,
-        kv_blocks=kv_blocks(run),
-        imbalance=token_imbalance(requests, names(run)),
-        hotspot=hotspot(requests, names(run), window_ns),
-        accumulation=accumulation(requests, names(run), window_ns),
-        gpu=gpu_use(run.folder, requests),
-        mirror=mirror_against_exact(run.folder),
+        apc=hits,
+        kv_blocks=cache.kv_blocks(run),
+        imbalance=load.token_imbalance(requests, names(run)),
+        hotspot=load.hotspot(requests, names(run), window_ns),
+        accumulation=load.accumulation(requests, names(run), window_ns),
+        gpu=load.gpu_use(run.folder, requests),
+        mirror=cache.mirror_against_exact(run.folder),
     )

@@ -56,11 +56,6 @@ def points(requests: pl.DataFrame, instances: list[str]) -> pl.DataFrame:
     return pl.concat(frames) if frames else pl.DataFrame(schema=POINTS)
 
 
-def points_of(repeats: list[tuple[pl.DataFrame, list[str]]]) -> pl.DataFrame:
-    """Join the points of all (requests, instances) of an arm."""
-    return pl.concat([points(*repeat) for repeat in repeats])
-
-
 def slope(points: pl.DataFrame, draws: SessionDraws) -> Interference | None:
     """Fit the line; None with too few requests, or if x is constant."""
     if points.height < MIN_REQUESTS:

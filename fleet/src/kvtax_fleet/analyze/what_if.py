@@ -28,7 +28,8 @@ from kvtax.paths import CONFIGS
 from kvtax.records import RecordsError
 
 from kvtax_fleet.analyze.load import Skew, Window, hotspot, max_over_min
-from kvtax_fleet.policies import NoInstance, PolicyError, parameters_of
+from kvtax_fleet.policies import PolicyError, parameters_of
+from kvtax_fleet.policies.decision import NoInstance
 from kvtax_fleet.policies.replay import differences, read_decisions
 
 # Experiments cut sessions to a few turns: some of these find no turn to move before.

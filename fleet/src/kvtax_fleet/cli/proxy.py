@@ -53,18 +53,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="port to serve (default: a free one)",
     )
     parser.add_argument(
-        "--control",
-        metavar="HOST:PORT",
-        default="127.0.0.1:0",
-        help="address of /metrics, /decisions, /breakdown and /health for operators "
-        "of this machine (default: a free port)",
+        "--control-port",
+        type=whole_number(0, 65_535),
+        default=0,
+        metavar="PORT",
+        help="port of 127.0.0.1 with /metrics, /decisions, /breakdown and /health for "
+        "operators (default: a free one)",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal; raises InstancesError, SettingsError and OSError."""
     from kvtax_fleet.instances import instances_of_urls, read_instances
-    from kvtax_fleet.proxy.control import control_address
     from kvtax_fleet.proxy.service import Endpoint, serve
 
     def read() -> list[Instance]:
@@ -78,6 +78,5 @@ def run(arguments: argparse.Namespace) -> int:
     if getattr(arguments, "kvindexd", None) is not None:
         others["cache"] = "exact"
     settings = fields_of(arguments, Settings, **others)
-    control = control_address(arguments.control)
-    endpoint = Endpoint(arguments.host, arguments.port, control)
+    endpoint = Endpoint(arguments.host, arguments.port, arguments.control_port)
     return serve(read, settings, arguments.log, endpoint)

@@ -20,7 +20,12 @@ from kvtax.records.steps import only_life
 from kvtax_fleet.experiment.config import Arm, Experiment
 from kvtax_fleet.experiment.experiment_plan import PlannedRun
 from kvtax_fleet.experiment.fleet import FLEET_ERRORS, POLL_S, Fleet
-from kvtax_fleet.experiment.freshness import counted, first_step_cached_blocks, judge
+from kvtax_fleet.experiment.freshness import (
+    counted,
+    first_step_cached_blocks,
+    judge,
+    keep_metrics,
+)
 from kvtax_fleet.experiment.router import RunError, started_router
 from kvtax_fleet.experiment.settings import replay_options
 from kvtax_fleet.instances import write_instances
@@ -89,8 +94,9 @@ def _start(folder: Path, outcome: _Outcome, arm: Arm, fleet: Fleet) -> None:
     outcome.patches = fleet.patches
     outcome.ready_s = fleet.wait_ready()
     outcome.instances = fleet.instances
-    for name, text in _keep_metrics(folder, fleet, "before").items():
-        evidence.instances[name] = counted(text)
+    texts = fleet.metrics()
+    keep_metrics(folder, "before", texts)
+    evidence.instances = {name: counted(text) for name, text in texts.items()}
     judge(evidence)
     if not evidence.fresh:
         raise RunError(f"the instances are not fresh: {evidence.why}")
@@ -111,15 +117,6 @@ def _require_cold_records(evidence: Freshness, fleet: Fleet) -> None:
     judge(evidence)
     if not evidence.fresh:
         raise RunError(f"the instances were not fresh: {evidence.why}")
-
-
-def _keep_metrics(folder: Path, fleet: Fleet, moment: str) -> dict[str, str]:
-    """Write /metrics of every instance to `folder`; return the texts by name."""
-    texts = {each.name: http_text(f"{each.url}/metrics") for each in fleet.instances}
-    (folder / "metrics").mkdir(exist_ok=True)
-    for name, text in texts.items():
-        (folder / "metrics" / f"{name}.{moment}.prom").write_text(text)
-    return texts
 
 
 def _replay(
@@ -149,7 +146,7 @@ def _replay(
         outcome.replay_s = time.monotonic() - began
         (folder / router.report_file).write_text(http_text(router.report_url))
     outcome.pss_mib = fleet.pss_mib
-    _keep_metrics(folder, fleet, "after")
+    keep_metrics(folder, "after", fleet.metrics())
 
 
 def _replayer(

@@ -120,6 +120,10 @@ class Fleet:
             self._read_kv_tokens()
         return time.monotonic() - self._began_s
 
+    def metrics(self) -> dict[str, str]:
+        """Read the text of /metrics of each instance."""
+        return {each.name: http_text(f"{each.url}/metrics") for each in self.instances}
+
     def check_alive(self) -> None:
         """Raise ServerError if an instance has ended."""
         check_alive(self._servers)

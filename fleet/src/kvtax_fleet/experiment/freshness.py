@@ -65,6 +65,13 @@ def counted(metrics: str) -> dict[str, float]:
     return {name: totals[name] for name in (*COUNTERS, *GAUGES) if name in totals}
 
 
+def keep_metrics(folder: Path, moment: str, texts: dict[str, str]) -> None:
+    """Write the text of each instance's /metrics, by name, below `folder`."""
+    (folder / "metrics").mkdir(exist_ok=True)
+    for name, text in texts.items():
+        (folder / "metrics" / f"{name}.{moment}.prom").write_text(text)
+
+
 def first_step_cached_blocks(records: Path, block_tokens: int) -> int | None:
     """Read how many blocks the first step found cached, None without a step.
 

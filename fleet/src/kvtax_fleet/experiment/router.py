@@ -63,8 +63,7 @@ def started_router(
     with ExitStack() as stack:
         if arm.router == OUR_PROXY:
             log, report_file = "proxy.log", "breakdown.json"
-            control = f"{LOOPBACK}:{metrics.http}"
-            report_url = f"http://{control}/breakdown"
+            report_url = f"http://{LOOPBACK}:{metrics.http}/breakdown"
             # It is stopped after the last answer, or because a run has failed.
             settings = replace(proxy_settings(arm, instances), drain_timeout_s=0.0)
             if arm.cache_state in INDEXES:
@@ -74,7 +73,7 @@ def started_router(
                 index = kvindexd(file, log_file, program=program)
                 address = stack.enter_context(index)
                 settings = replace(settings, cache="exact", kvindexd=address)
-            command = _proxy(folder, settings, own.http, control)
+            command = _proxy(folder, settings, own.http, metrics.http)
         else:
             log, report_file = "router.log", "router.prom"
             report_url = f"http://{LOOPBACK}:{metrics.http}/metrics"
@@ -95,13 +94,14 @@ def _await(router: Router) -> None:
         time.sleep(0.1)
 
 
-def _proxy(folder: Path, settings: Settings, port: int, control: str) -> list[str]:
+def _proxy(folder: Path, settings: Settings, port: int, control: int) -> list[str]:
     """Write the settings; return the command of a proxy that reads them."""
     file = folder / "proxy.json"
     write_document(file, settings)
     command = [sys.executable, "-m", "kvtax", "proxy", "--settings", str(file)]
     command += ["--instances", str(folder / "instances.json")]
-    command += ["--host", LOOPBACK, "--port", str(port), "--control", control]
+    command += ["--host", LOOPBACK, "--port", str(port)]
+    command += ["--control-port", str(control)]
     return [*command, "--log", str(folder / "decisions.jsonl")]
 
 

@@ -13,30 +13,8 @@ from typing import Any
 
 import msgspec
 
-from . import placement, transfers
-from .decision import (
-    Candidate,
-    Decision,
-    NoInstance,
-    Parameters,
-    Policy,
-    RequestInfo,
-    Snapshot,
-)
-
-__all__ = [
-    "POLICIES",
-    "Candidate",
-    "Decision",
-    "NoInstance",
-    "Parameters",
-    "Policy",
-    "PolicyError",
-    "RequestInfo",
-    "Snapshot",
-    "named_values",
-    "parameters_of",
-]
+from kvtax_fleet.policies import placement, transfers
+from kvtax_fleet.policies.decision import Parameters, Policy
 
 POLICIES: dict[str, Policy] = {**placement.POLICIES, **transfers.POLICIES}
 

@@ -17,25 +17,6 @@ import msgspec
 
 from kvtax_fleet.records.decisions import Candidate, Snapshot
 
-__all__ = [
-    "CLASSES",
-    "LIMITS",
-    "Candidate",
-    "Decision",
-    "NoInstance",
-    "Parameters",
-    "Policy",
-    "RequestInfo",
-    "SizeClass",
-    "Snapshot",
-    "has_room",
-    "least",
-    "lowest",
-    "new_tokens",
-    "placed",
-    "serving",
-]
-
 SizeClass = Literal["WARM", "MEDIUM", "HEAVY", "HUGE"]
 CLASSES: tuple[SizeClass, ...] = get_args(SizeClass)
 

@@ -6,17 +6,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvtax_fleet.policies.decision import (
-    Candidate,
     Decision,
     Parameters,
     Policy,
     RequestInfo,
-    Snapshot,
     least,
     new_tokens,
     placed,
     serving,
 )
+from kvtax_fleet.records.decisions import Candidate, Snapshot
 
 BLOCK_TOKENS = 16
 

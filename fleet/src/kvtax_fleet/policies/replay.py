@@ -13,15 +13,8 @@ from typing import NamedTuple
 
 from kvtax.records.files import read_lines
 
-from kvtax_fleet.policies import (
-    POLICIES,
-    Decision,
-    NoInstance,
-    Parameters,
-    PolicyError,
-    RequestInfo,
-    parameters_of,
-)
+from kvtax_fleet.policies import POLICIES, PolicyError, parameters_of
+from kvtax_fleet.policies.decision import Decision, NoInstance, Parameters, RequestInfo
 from kvtax_fleet.records.decisions import DecisionEnd, DecisionRecord, DecisionsHeader
 
 

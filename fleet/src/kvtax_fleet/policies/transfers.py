@@ -11,13 +11,11 @@ from kvtax_fleet.policies.decision import (
     HEAVY_ABOVE_TOKENS,
     HUGE_ABOVE_TOKENS,
     WARM_BELOW_TOKENS,
-    Candidate,
     Decision,
     NoInstance,
     Parameters,
     Policy,
     RequestInfo,
-    Snapshot,
     has_room,
     least,
     lowest,
@@ -26,6 +24,7 @@ from kvtax_fleet.policies.decision import (
     serving,
 )
 from kvtax_fleet.policies.placement import LinearParameters, decide_linear
+from kvtax_fleet.records.decisions import Candidate, Snapshot
 
 
 class PdSepParameters(Parameters, frozen=True):

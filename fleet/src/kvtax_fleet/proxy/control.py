@@ -7,10 +7,6 @@ sessions, and the rest names instances.
 
 from __future__ import annotations
 
-import ipaddress
-from typing import NamedTuple
-from urllib.parse import urlsplit
-
 import msgspec
 from aiohttp import web
 
@@ -20,37 +16,6 @@ from kvtax_fleet.proxy.exchange import Failure
 from kvtax_fleet.proxy.http_server import error_response, json_response
 from kvtax_fleet.proxy.kvindexd import Kvindexd, State
 from kvtax_fleet.proxy.metrics import Metrics
-from kvtax_fleet.proxy.settings import SettingsError
-
-
-class ControlAddress(NamedTuple):
-    """Address of the control surface; `port` 0 is a free port."""
-
-    host: str = "127.0.0.1"
-    port: int = 0
-
-
-def control_address(text: str) -> ControlAddress:
-    """Parse HOST:PORT. Raises SettingsError."""
-    parts = urlsplit(f"//{text}")
-    try:
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host = port = None
-    if not host or port is None or parts.netloc != text:
-        raise SettingsError(f"--control {text}: HOST:PORT is needed")
-    if not _is_loopback(host):
-        raise SettingsError(
-            f"--control {text}: others than this machine may reach it; take 127.0.0.1"
-        )
-    return ControlAddress(host, port)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class Control:

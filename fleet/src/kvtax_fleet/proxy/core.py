@@ -22,7 +22,8 @@ from typing import Any, Generic
 
 from multidict import CIMultiDict, MultiMapping
 
-from kvtax_fleet.policies import POLICIES, NoInstance, parameters_of
+from kvtax_fleet.policies import POLICIES, parameters_of
+from kvtax_fleet.policies.decision import NoInstance
 from kvtax_fleet.proxy.apis import APIS, EVENT_ENDS, with_lf
 from kvtax_fleet.proxy.body import Payload, RequestBody
 from kvtax_fleet.proxy.decision_log import DecisionLog

@@ -14,8 +14,13 @@ from typing import Literal, Self
 import msgspec
 from kvtax.records.files import LineFile
 
-from kvtax_fleet.policies import Decision, RequestInfo, Snapshot
-from kvtax_fleet.records.decisions import DecisionEnd, DecisionRecord, DecisionsHeader
+from kvtax_fleet.policies.decision import Decision, RequestInfo
+from kvtax_fleet.records.decisions import (
+    DecisionEnd,
+    DecisionRecord,
+    DecisionsHeader,
+    Snapshot,
+)
 
 RECENT = 1000
 log = logging.getLogger(__name__)

@@ -141,14 +141,13 @@ class Answer(Protocol):
     """An answer that has begun.
 
     `first`: its first chunk. `streams`: it is a stream of events. `good`: it has a
-    result, as far as `first` shows. `lost`: why the rest did not come.
+    result, as far as `first` shows.
     """
 
     status: int
     first: bytes
     streams: bool
     good: bool
-    lost: Lost | None
 
     @property
     def headers(self) -> CIMultiDict[str]:

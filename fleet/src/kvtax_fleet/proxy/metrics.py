@@ -24,6 +24,11 @@ from kvtax_fleet.records.decisions import (
 )
 
 INSTANCE_GAUGES = ("healthy", "requests", "ongoing_tokens", "pending_prefill_tokens")
+COUNTS = {
+    "ejections": "Ejections",
+    "failed_open": "Decisions as if no instance were ejected: no other was left",
+    "unanswered": "Prompts of token ids that kvindexd did not look up",
+}
 CACHE_GAUGES = (
     "mirror_tokens",
     "exact_tokens",
@@ -108,20 +113,12 @@ class Metrics:
         for (name, status), number in self._core.ended.items():
             ended.add_metric([name or "", status], number)
         yield ended
-        yield CounterMetricFamily(
-            "kvtax_proxy_ejections", "Ejections", value=self._core.health.ejections
-        )
-        yield CounterMetricFamily(
-            "kvtax_proxy_failed_open",
-            "Decisions that took ejected instances for healthy: no other was left",
-            value=self._core.failed_open,
-        )
+        counts = {"ejections": self._core.health.ejections}
+        counts["failed_open"] = self._core.failed_open
         if self._exact is not None:
-            yield CounterMetricFamily(
-                "kvtax_proxy_unanswered",
-                "Prompts of token ids that kvindexd did not look up",
-                value=self._exact.unanswered,
-            )
+            counts["unanswered"] = self._exact.unanswered
+        for name, number in counts.items():
+            yield CounterMetricFamily(f"kvtax_proxy_{name}", COUNTS[name], value=number)
         yield GaugeMetricFamily(
             "kvtax_proxy_offloads",
             "Prefills elsewhere",

@@ -14,9 +14,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
-from typing import Any, Generic, NoReturn
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack, asynccontextmanager
+from typing import Any, Generic
 
 import msgspec
 from multidict import MultiMapping
@@ -247,32 +247,38 @@ class Offloader(Generic[Payload]):
         sender: Sender,
     ) -> Answer:
         """Prefill on P; all of its answer becomes its `first`. Raises GivenUp."""
-        try:
-            async with asyncio.timeout(limit_s):
-                answer = await self._upstream.request(p, path, headers, payload, False)
-                try:
-                    answer.first = await rest_of(answer)
-                finally:
-                    answer.close()
-        except TimeoutError:
-            why = f"prefill on {p.name} took over {limit_s:g} s"
-            self._give_up(Lost(504, p.name, why), sender, "prefill_slow", p, why)
-        except Failure as error:
-            why = f"prefill on {p.name}: {error}"
-            self._give_up(error, sender, "prefill_lost", p, why)
+        async with self._within(limit_s, p, sender, "prefill_slow", "prefill_lost"):
+            answer = await self._upstream.request(p, path, headers, payload, False)
+            try:
+                answer.first = await rest_of(answer)
+            finally:
+                answer.close()
         if answer.status != 200:
             why = f"prefill on {p.name}: HTTP {answer.status}"
             raise GivenUp("prefill_refused", why)
         return answer
 
-    def _give_up(
+    @asynccontextmanager
+    async def _within(
         self,
-        error: Failure,
-        sender: Sender,
-        failure: OffloadFailure,
+        limit_s: float,
         p: Instance,
-        why: str,
-    ) -> NoReturn:
+        sender: Sender,
+        slow: OffloadFailure,
+        lost: OffloadFailure,
+        what: str = "",
+    ) -> AsyncIterator[None]:
+        """Raise GivenUp if P takes longer inside the context, or fails."""
+        try:
+            async with asyncio.timeout(limit_s):
+                yield
+            return
+        except TimeoutError:
+            why = f"prefill on {p.name}{what} took over {limit_s:g} s"
+            failure, error = slow, Failure(504, p.name, why)
+        except Failure as raised:
+            why = f"prefill on {p.name}: {raised}"
+            failure, error = lost, raised
         self._engine_ids.pop(p.name, None)
         self._health.failed(error, *sender)
         raise GivenUp(failure, why)
@@ -301,25 +307,16 @@ class Offloader(Generic[Payload]):
         self, p: Instance, transfer_id: str, limit_s: float, sender: Sender
     ) -> dict[str, Any]:
         if p.name not in self._engine_ids:
-            self._engine_ids[p.name] = await self._engine_id(p, limit_s, sender)
+            what = f": {p.bootstrap_url}"
+            no_id: OffloadFailure = "no_engine_id"
+            async with self._within(limit_s, p, sender, no_id, no_id, what):
+                self._engine_ids[p.name] = await self._upstream.engine_id(p)
         return {
             "do_remote_prefill": True,
             "transfer_id": transfer_id,
             "remote_bootstrap_addr": p.bootstrap_url,
             "remote_engine_id": self._engine_ids[p.name],
         }
-
-    async def _engine_id(self, p: Instance, limit_s: float, sender: Sender) -> str:
-        """Read P's engine id from its bootstrap server. Raises GivenUp."""
-        try:
-            async with asyncio.timeout(limit_s):
-                return await self._upstream.engine_id(p)
-        except TimeoutError:
-            why = f"prefill on {p.name}: {p.bootstrap_url} took over {limit_s:g} s"
-            self._give_up(Lost(504, p.name, why), sender, "no_engine_id", p, why)
-        except Failure as error:
-            why = f"prefill on {p.name}: {error}"
-            self._give_up(error, sender, "no_engine_id", p, why)
 
 
 def _params_of(prefilled: Answer, p: Instance) -> dict[str, Any]:

@@ -14,19 +14,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvtax_fleet.policies import (
-    POLICIES,
-    Candidate,
-    Decision,
-    NoInstance,
-    RequestInfo,
-    Snapshot,
-)
+from kvtax_fleet.policies import POLICIES
+from kvtax_fleet.policies.decision import Decision, NoInstance, RequestInfo
 from kvtax_fleet.proxy.body import PIECE_BYTES, RequestBody
 from kvtax_fleet.proxy.decision_log import DecisionLog
 from kvtax_fleet.proxy.loads import FleetLoad
 from kvtax_fleet.proxy.session_affinity import Pins
-from kvtax_fleet.records.decisions import DecisionEnd
+from kvtax_fleet.records.decisions import Candidate, DecisionEnd, Snapshot
 from kvtax_fleet.records.instances import Instance
 
 # Tokens for which a piece counts at least, 16 bytes each: pieces take memory, and a

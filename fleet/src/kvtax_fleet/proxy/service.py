@@ -18,12 +18,13 @@ import msgspec
 import uvloop
 from aiohttp import web
 from kvtax.load import allow_open_files
+from kvtax.proc.ports import LOOPBACK
 
 from kvtax_fleet.instances import InstancesError
 from kvtax_fleet.policies import PolicyError
 from kvtax_fleet.proxy.apis import APIS, UNREADABLE
 from kvtax_fleet.proxy.body import decode_fields, model_of
-from kvtax_fleet.proxy.control import Control, ControlAddress
+from kvtax_fleet.proxy.control import Control
 from kvtax_fleet.proxy.core import Core
 from kvtax_fleet.proxy.decision_log import DecisionLog
 from kvtax_fleet.proxy.exchange import Failure, Unreachable
@@ -56,11 +57,11 @@ ReadInstances = Callable[[], Sequence[Instance]]
 
 
 class Endpoint(NamedTuple):
-    """Addresses of the proxy; `port` 0 is a free port."""
+    """Address of the proxy, and port of its control surface; 0 is a free port."""
 
     host: str
     port: int
-    control: ControlAddress = ControlAddress()
+    control_port: int = 0
 
 
 class Ports(NamedTuple):
@@ -107,7 +108,7 @@ async def _serve(
     loop.add_signal_handler(signal.SIGHUP, reread.set)
     async with serving(read(), settings, log_path, endpoint, hurried) as proxy:
         print(_url(endpoint.host, proxy.ports.clients), flush=True)
-        control = _url(endpoint.control.host, proxy.ports.control)
+        control = _url(LOOPBACK, proxy.ports.control)
         print(f"control: {control}", flush=True)
         rereading = asyncio.create_task(_reread_forever(proxy, read, reread))
         rereading.add_done_callback(_report_failure)
@@ -163,7 +164,7 @@ async def serving(
         await stack.enter_async_context(upstream)
         proxy = Proxy(instances, settings, upstream, decisions, exact)
         control = Control(proxy.core, decisions, exact)
-        at_control = answering(control.answer, *endpoint.control)
+        at_control = answering(control.answer, LOOPBACK, endpoint.control_port)
         controlling = await stack.enter_async_context(at_control)
         await proxy.poll_once()
         at = answering(proxy.answer, endpoint.host, endpoint.port)

@@ -96,7 +96,6 @@ class HttpAnswer:
         self._response = response
         self._name = name
         self._silence_timeout_s = silence_timeout_s
-        self.lost: Lost | None = None
         self.first = b""
         self.status = response.status
         kind = response.headers.get("Content-Type", "").lower()
@@ -114,17 +113,16 @@ class HttpAnswer:
         return self._response.content.at_eof()
 
     async def chunk(self) -> bytes:
+        name = self._name
         try:
             async with asyncio.timeout(self._silence_timeout_s):
                 return await self._response.content.readany()
         except TimeoutError:
-            self.lost = Silent(
-                502, self._name, f"{self._name} went silent in the middle of its answer"
-            )
+            why = f"{name} went silent in the middle of its answer"
+            raise Silent(502, name, why) from None
         except (aiohttp.ClientError, OSError) as error:
-            why = f"{self._name} broke off in the middle of its answer: {error}"
-            self.lost = Lost(502, self._name, why)
-        raise self.lost
+            why = f"{name} broke off in the middle of its answer: {error}"
+            raise Lost(502, name, why) from error
 
     def close(self) -> None:
         self._response.close()

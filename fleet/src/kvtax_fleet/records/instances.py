@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from typing import Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 import msgspec
+from msgspec import Meta
 
 Role = Literal["both", "prefill", "decode"]
 ConnectorKind = Literal["noop", "mooncake", "nixl", "direct_read"]
@@ -23,7 +24,7 @@ class Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     host: str
     """Name or IP address."""
-    port: int
+    port: Annotated[int, Meta(ge=1, le=65_535)]
     """TCP port."""
 
 
@@ -46,11 +47,11 @@ class Instance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """ZMQ endpoint of the KV events; null where there is none."""
     kv_events_replay: str | None = None
     """ZMQ endpoint that repeats missed KV events; null where there is none."""
-    block_tokens: int = 16
+    block_tokens: Annotated[int, Meta(ge=1)] = 16
     """Tokens per KV cache block."""
-    kv_tokens: int | None = None
+    kv_tokens: Annotated[int, Meta(ge=1)] | None = None
     """How many tokens of KV it can hold; null: not known, so no policy goes by it."""
-    data_parallel_rank: int | None = None
+    data_parallel_rank: Annotated[int, Meta(ge=0)] | None = None
     """Which engine of its server it is, from 0; null: the server has no others."""
 
 
@@ -111,17 +112,6 @@ class InstancesFile(
                 if why := unusable(url):
                     named = f"{_redacted(instance.name)}: {_redacted(url)!r}"
                     raise ValueError(f"{named}: {why}")
-            side = instance.direct_read
-            for field, value, least in (
-                ("block_tokens", instance.block_tokens, 1),
-                ("kv_tokens", instance.kv_tokens, 1),
-                ("data_parallel_rank", instance.data_parallel_rank, 0),
-                ("direct_read.port", side.port if side else None, 1),
-            ):
-                if value is not None and value < least:
-                    raise ValueError(f"{instance.name}: `{field}` is below {least}")
-            if side is not None and side.port > 65_535:
-                raise ValueError(f"{instance.name}: `direct_read.port` is above 65535")
 
 
 def _redacted(text: str) -> str:

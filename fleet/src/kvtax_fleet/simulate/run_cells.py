@@ -31,7 +31,7 @@ import msgspec
 from kvtax.proc.supervise import remove_openmp_segment
 from kvtax.records.files import LineFile, write_document
 
-from kvtax_fleet.experiment.freshness import counted, judge
+from kvtax_fleet.experiment.freshness import counted, judge, keep_metrics
 from kvtax_fleet.instances import write_instances
 from kvtax_fleet.proxy.core import Core
 from kvtax_fleet.proxy.decision_log import DecisionLog
@@ -123,13 +123,15 @@ def run_cell(cell: Cell) -> None:
         assert isinstance(loop, VirtualLoop)
         fleet = _fleet(cell, loop)
         evidence = Freshness()
-        for name, text in _write_metrics(folder, fleet, "before").items():
-            evidence.instances[name] = counted(text)
+        texts = {name: one.metrics(MODEL) for name, one in fleet.items()}
+        keep_metrics(folder, "before", texts)
+        evidence.instances = {name: counted(text) for name, text in texts.items()}
         judge(evidence)
         instances = [member.instance for member in cell.members]
         write_instances(folder / "instances.json", instances)
         replay_s = runner.run(_run(cell, folder, fleet, loop))
-        _write_metrics(folder, fleet, "after")
+        texts = {name: one.metrics(MODEL) for name, one in fleet.items()}
+        keep_metrics(folder, "after", texts)
     record = ArmRecord(
         **msgspec.structs.asdict(cell.planned),
         instances=instances,
@@ -256,16 +258,6 @@ async def _flush(records: LineFile, decisions: DecisionLog) -> None:
         await asyncio.sleep(FLUSH_EVERY_S)
         records.flush().result()
         decisions.flush()
-
-
-def _write_metrics(
-    folder: Path, fleet: dict[str, VirtualInstance], moment: str
-) -> dict[str, str]:
-    texts = {name: instance.metrics(MODEL) for name, instance in fleet.items()}
-    (folder / "metrics").mkdir(exist_ok=True)
-    for name, text in texts.items():
-        (folder / "metrics" / f"{name}.{moment}.prom").write_text(text)
-    return texts
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from asyncio import Future
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from vllm import envs
 from vllm.v1.outputs import KVConnectorOutput
@@ -266,25 +266,6 @@ class NixlTransfers(_Worker):
             self._sent(engine, now_ns, request_id)
 
 
-class DirectReadLedger(Protocol):
-    """The readable blocks of an instance: the connector's own ledger."""
-
-    def lookup(self, hashes: list[bytes]) -> Any:
-        """Return an offer for the leading blocks that are there."""
-
-    def validate(self, token: Any) -> int:
-        """Return how many blocks of an offer are still valid."""
-
-
-class DirectReadScheduler(Protocol):
-    """The connector's scheduler side, whose look-ups are simulated."""
-
-    ledger: DirectReadLedger
-    lookups: Any
-    finish_step: Callable[[], object]
-    offer_lifetime_s: float
-
-
 @dataclass(frozen=True)
 class _Peer:
     """A peer whose workers have no memory to read."""
@@ -318,7 +299,7 @@ class DirectReads:
     def __init__(self, links: Links, loop: VirtualLoop) -> None:
         self._links = links
         self._loop = loop
-        self._ledgers: dict[Address, DirectReadLedger] = {}
+        self._ledgers: dict[Address, Any] = {}
         self._names: dict[Address, str] = {}
         self._offer_lifetime_s = 0.0
         self._expect: dict[str, Expect] = defaultdict(lambda: _ignore)
@@ -328,7 +309,7 @@ class DirectReads:
     def join(self, instance: Instance, engine: VirtualEngine) -> None:
         """Let the instance read from all others, and be read by them."""
         connector: Any = engine.scheduler.connector
-        side: DirectReadScheduler = connector.connector_scheduler
+        side = connector.connector_scheduler
         assert instance.direct_read is not None
         address = instance.direct_read.host, instance.direct_read.port
         self._ledgers[address] = side.ledger

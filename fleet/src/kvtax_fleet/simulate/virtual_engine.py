@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from kvtax.engine.null_engine import request_of
@@ -35,7 +35,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvtax_fleet.records.exposition import Gauges
-from kvtax_fleet.simulate.cost import Step
+from kvtax_fleet.simulate.cost import Step, StepCost
 
 # A block's hash, as KV events name it.
 Hash = bytes | int
@@ -56,14 +56,6 @@ class EngineClock:
 
     def advance_to(self, ns: int) -> None:
         self.now_ns = max(self.now_ns, ns)
-
-
-class Cost(Protocol):
-    """The time of a step, besides waiting for the step before: StepCost."""
-
-    def host_ns(self, step: Step) -> int: ...
-
-    def device_ns(self, step: Step) -> int: ...
 
 
 class StepFuture:
@@ -94,7 +86,7 @@ class NoDevice(Executor):
         self._device_free_ns = 0
 
     def attach(
-        self, core: EngineCore, clock: EngineClock, cost: Cost, moves: Moves | None
+        self, core: EngineCore, clock: EngineClock, cost: StepCost, moves: Moves | None
     ) -> None:
         """Connect the executor to its engine, before the first step."""
         scheduler = scheduler_of(core)
@@ -245,7 +237,7 @@ class VirtualEngine:
     def __init__(
         self,
         arguments: list[str],
-        cost: Cost,
+        cost: StepCost,
         overlapping: bool,
         moves: Moves | None = None,
     ) -> None:

@@ -13,7 +13,6 @@ import msgspec
 from kvtax.engine.null_engine import cached_tokens
 from multidict import CIMultiDict
 
-from kvtax_fleet.proxy.exchange import Lost
 from kvtax_fleet.records.exposition import Totals, exposition
 from kvtax_fleet.records.host_times import RequestTimes
 from kvtax_fleet.simulate.cost import request_ns
@@ -44,7 +43,6 @@ class VirtualAnswer:
         self, instance: VirtualInstance, request_id: str, request: VirtualRequest
     ) -> None:
         self.status = 200
-        self.lost: Lost | None = None
         self._instance = instance
         self._id = request_id
         self._generated = self._streamed = self._cached = 0

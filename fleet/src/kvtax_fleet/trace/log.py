@@ -301,11 +301,6 @@ class _Sessions:
         return next((turn for turn in known if turn is not None), None)
 
 
-def read(lines: Lines, tokens: Tokens, block_tokens: int) -> Iterator[Request]:
-    """Yield the requests of a log. Raises TraceError."""
-    return Log(lines, tokens, block_tokens).requests()
-
-
 def explain(left_out: Counter[str] | None) -> str:
     """List the reasons for which lines were left out, the most frequent first."""
     reasons = (left_out or Counter()).most_common()
@@ -334,7 +329,8 @@ def anonymise(
     if left_out is None:
         requests = sum(1 for _ in Lines(path))
     else:
-        requests = sum(1 for _ in read(Lines(path, left_out), tokens, block_tokens))
+        first = Log(Lines(path, left_out), tokens, block_tokens)
+        requests = sum(1 for _ in first.requests())
         source["left_out"] = dict(left_out)
     header = {"requests": requests, "source": source}
     log = Log(Lines(path, left_out), tokens, block_tokens)

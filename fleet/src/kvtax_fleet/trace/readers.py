@@ -95,7 +95,8 @@ def read_trace(
         requests = _read_bailian(lines, block_tokens or BAILIAN_BLOCK_TOKENS)
     elif format == "log":
         tokens = Tokens(chars_per_token, tokenizer)
-        requests = log.read(lines, tokens, block_tokens or log.BLOCK_TOKENS)
+        size = block_tokens or log.BLOCK_TOKENS
+        requests = log.Log(lines, tokens, size).requests()
     elif format == "sessions":
         yield from sessions.read(lines, interval_s=session_interval_s)
         return
