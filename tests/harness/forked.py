@@ -30,7 +30,7 @@ IMPORTS = {
         "kvtax_fleet.cli.proxy",
         "kvtax_fleet.cli.fleet",
         "kvtax_fleet.proxy.service",
-        "kvtax_fleet.replay.replay_command",
+        "kvtax_fleet.replay.replayer",
     ],
     "tests.harness.standin.server": [
         "kvtax_fleet.records.exposition",

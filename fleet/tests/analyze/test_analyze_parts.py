@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvtax.stats.quantiles import SessionDraws
 
-from kvtax_fleet.analyze import interference
 from kvtax_fleet.analyze.analysis import Migration
 from kvtax_fleet.analyze.arm_runs import ArmRun
 from kvtax_fleet.analyze.cache import apc, belief
@@ -28,7 +27,9 @@ from kvtax_fleet.analyze.load import (
     accumulation,
     gpu_use,
     hotspot,
+    interference,
     ongoing_tokens,
+    prefill_points,
     step_function,
     token_imbalance,
 )
@@ -131,7 +132,7 @@ def test_interference_finds_the_slope_that_was_put_in() -> None:
             "tpot_ms": 8 + 0.25 * x + rng.normal(0, 1, 600),
         }
     )
-    found = interference.slope(points, SessionDraws(points["session"]))
+    found = interference(points, SessionDraws(points["session"]))
     low, high = found.slope_ms_per_ktoken.ci95
     assert low < 0.25 < high
     assert high - low < 0.08
@@ -154,7 +155,7 @@ def test_interference_sees_only_prefill_beside_the_decode() -> None:
             },
         ]
     )
-    found = interference.points(frame, AB)["prefill_ktokens"].to_list()
+    found = prefill_points(frame, AB)["prefill_ktokens"].to_list()
     assert found == [5.0, 0.0]
 
 
@@ -166,7 +167,7 @@ def test_without_prefill_beside_it_there_is_no_slope() -> None:
             "tpot_ms": np.ones(50),
         }
     )
-    assert interference.slope(points, SessionDraws(points["session"])) is None
+    assert interference(points, SessionDraws(points["session"])) is None
 
 
 def test_migrating_evens_out_two_long_sessions_on_one_instance() -> None:

@@ -54,7 +54,14 @@ def record(tmp_path: Path):
                 decision = POLICIES[policy].decide(ask, snapshot(number), parameters)
                 end = DecisionEnd(str(number), number, "s", status="ok")
                 log.decided(
-                    end, 0, ask, snapshot(number), decision, "ids", "mirror", 1.0
+                    end,
+                    decision,
+                    attempt=0,
+                    prompt_tokens=ask.prompt_tokens,
+                    form="ids",
+                    cache="mirror",
+                    snapshot=snapshot(number),
+                    decision_us=1.0,
                 )
                 log.ended(end)
         return path

@@ -372,6 +372,26 @@ async def test_an_instance_whose_fast_streams_fail_gets_few_requests(monkeypatch
 
 
 @pytest.mark.slow
+async def test_a_suspect_gets_nothing_until_another_has_answered_for_it(monkeypatch):
+    """A fast failure would be the least loaded until then."""
+    monkeypatch.setattr(health, "MIN_OUT_S", 60)
+    good, bad = Engine(), Engine(serves=500)
+    good.takes_s = 0.15
+
+    statuses: list[int] = []
+
+    async def user(client: Client) -> None:
+        for _ in range(3):
+            statuses.append((await client.send())[0])
+
+    async with before(good, bad, policy="lmetric") as client:
+        await asyncio.gather(*(user(client) for _ in range(24)))
+        assert await client.ejected() == ["b"]
+    # At first each instance gets a half; no more are tried again at a time.
+    assert statuses.count(500) <= 12 - core.MIN_RETRIES
+    assert len(bad.ranks) <= 13
+
+
 async def test_an_instance_that_never_answers_is_an_outlier(monkeypatch):
     """Its /health is good, and the requests are no streams."""
     monkeypatch.setattr(health, "MIN_OUT_S", 60)
@@ -786,7 +806,7 @@ TROUBLES = {
 class Whole:
     """An Answer that is complete."""
 
-    streams, lost, at_end, first = False, None, True, b"{}"
+    streams, at_end, first = False, True, b"{}"
 
     def __init__(self, status: int) -> None:
         self.status, self.good = status, status == 200

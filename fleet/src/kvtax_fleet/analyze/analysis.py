@@ -21,7 +21,6 @@ from kvtax_fleet.analyze.arm_runs import ArmRun
 from kvtax_fleet.analyze.comparison import Comparison, comparisons
 from kvtax_fleet.analyze.fleet_warnings import WarningEntry
 from kvtax_fleet.analyze.frames import requests_frame, steady_window_ns
-from kvtax_fleet.analyze.interference import Interference, points, slope
 from kvtax_fleet.analyze.offloads import Offloads, offloads
 from kvtax_fleet.analyze.ranking import Rank, ranking, twins_of
 from kvtax_fleet.analyze.substrate import Layer, SubstrateChain, layer_of, substrate
@@ -110,7 +109,7 @@ class ArmAnalysis(msgspec.Struct, kw_only=True):
     """By window, then by class of the request or `all`."""
     repeats: list[Repeat]
     """One entry per repeat."""
-    interference: Interference | None
+    interference: load.Interference | None
     """TPOT over the prefill under way; null with too few requests."""
     cache_state: str | None
     """`mirror`, `exact` or `llm-d`: how the proxy knows what is cached; null for
@@ -209,7 +208,9 @@ def analyse(runs: list[ArmRun], model: str, bandwidth_gbit_s: float) -> Analysis
     everything, requests = requests_frame(runs), requests_frame(finished)
     draws = SessionDraws(requests["session"])
     under_way = {
-        arm: pl.concat([points(of(requests, run), names(run)) for run in own])
+        arm: pl.concat(
+            [load.prefill_points(of(requests, run), names(run)) for run in own]
+        )
         for arm, own in by_arm(finished).items()
     }
     warnings = fleet_warnings.run_warnings(runs)
@@ -230,7 +231,9 @@ def analyse(runs: list[ArmRun], model: str, bandwidth_gbit_s: float) -> Analysis
             outcomes=counted.get(arm),
             latency=levels.get(arm, {}),
             repeats=[_repeat(run, of(everything, run), warnings) for run in own],
-            interference=slope(under_way[arm], draws) if arm in under_way else None,
+            interference=load.interference(under_way[arm], draws)
+            if arm in under_way
+            else None,
             cache_state=info.cache_state,
             belief=cache.belief(answered, block_tokens(own)),
             offline=offline,

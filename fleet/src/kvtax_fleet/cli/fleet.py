@@ -151,9 +151,9 @@ def _launch(arguments: argparse.Namespace) -> int:
     order; 130 or 143 the fleet was stopped.
     """
     require_checkout("fleet launch")
-    from kvtax_fleet.launch import launch_command
+    from kvtax_fleet.launch import launched
 
-    return launch_command.run(arguments)
+    return launched.run(arguments)
 
 
 def _add_replay(parser: argparse.ArgumentParser) -> None:
@@ -174,9 +174,9 @@ def _replay(arguments: argparse.Namespace) -> int:
     cancelled, or p99 of the send lag is over its budget; 130 or 143 stopped, with the
     rest recorded as cancelled.
     """
-    from kvtax_fleet.replay import replay_command
+    from kvtax_fleet.replay import replayer
 
-    return replay_command.run(arguments)
+    return replayer.run(arguments)
 
 
 def _add_analyze(parser: argparse.ArgumentParser) -> None:

@@ -17,7 +17,7 @@ from kvtax.proc.supervise import Supervised
 from kvtax.records.files import write_document
 from kvtax.records.steps import only_life
 
-from kvtax_fleet.experiment.config import Arm, Experiment
+from kvtax_fleet.experiment.config import Arm, Experiment, replay_options
 from kvtax_fleet.experiment.experiment_plan import PlannedRun
 from kvtax_fleet.experiment.fleet import FLEET_ERRORS, POLL_S, Fleet
 from kvtax_fleet.experiment.freshness import (
@@ -27,7 +27,6 @@ from kvtax_fleet.experiment.freshness import (
     keep_metrics,
 )
 from kvtax_fleet.experiment.router import RunError, started_router
-from kvtax_fleet.experiment.settings import replay_options
 from kvtax_fleet.instances import write_instances
 from kvtax_fleet.launch.launched import Workshop, http_text
 from kvtax_fleet.records.arm import ArmRecord, Freshness, MachineLoad

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,8 +25,10 @@ from kvtax_fleet.launch.kvindexd import KVINDEXD, LLMD_LOOKUP
 from kvtax_fleet.launch.spec import HANDED_OVER, FleetSpec, SpecError, check_spec
 from kvtax_fleet.paths import CONFIGS
 from kvtax_fleet.policies import POLICIES, PolicyError, parameters_of
+from kvtax_fleet.proxy.settings import Settings
 from kvtax_fleet.records.arm import OUR_PROXY
-from kvtax_fleet.records.instances import Role
+from kvtax_fleet.records.instances import Instance, Role
+from kvtax_fleet.replay.options import Options
 
 # Distance between the block ids of two copies. Traces count ids up from 0, in sessions
 # of 2^32 at most; ids are below 2^63.
@@ -302,4 +305,31 @@ def read_experiment(path: Path, setting: str | None = None) -> Experiment:
         experiment,
         name=f"{path.stem}-{setting}",
         setting=experiment.settings[setting],
+    )
+
+
+def proxy_settings(arm: Arm, instances: Sequence[Instance]) -> Settings:
+    """Return the arm's settings: the mirror holds as much as the smallest cache."""
+    settings = Settings(policy=arm.policy, parameters=arm.parameters)
+    held = [each.kv_tokens for each in instances]
+    known = [tokens for tokens in held if tokens is not None]
+    if len(known) < len(held):
+        return settings
+    return msgspec.structs.replace(settings, mirror_tokens=min(known))
+
+
+def replay_options(
+    experiment: Experiment, concurrency: int, url: str, trace: str, vocab_size: int
+) -> Options:
+    """Return the options of a replay with so many sessions for each instance."""
+    return Options(
+        url=url,
+        trace=trace,
+        vocab_size=vocab_size,
+        time_scale=experiment.time_scale,
+        max_inflight_sessions=concurrency * experiment.instances,
+        closed_loop=not experiment.open_loop,
+        trace_times=experiment.trace_times,
+        timeout_s=experiment.request_timeout_s,
+        lag_budget_ms=experiment.lag_budget_ms,
     )

@@ -17,8 +17,7 @@ from kvtax.proc.supervise import Supervised
 from kvtax.records.files import write_document
 from msgspec.structs import replace
 
-from kvtax_fleet.experiment.config import INDEXES, Arm
-from kvtax_fleet.experiment.settings import proxy_settings
+from kvtax_fleet.experiment.config import INDEXES, Arm, proxy_settings
 from kvtax_fleet.launch import vllm_router
 from kvtax_fleet.launch.kvindexd import kvindexd
 from kvtax_fleet.proxy.settings import Settings

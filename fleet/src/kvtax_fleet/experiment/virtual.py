@@ -29,9 +29,13 @@ from kvtax.proc.ports import FIRST, staggered
 from kvtax.records import RecordsError
 from kvtax.records.files import read_document
 
-from kvtax_fleet.experiment.config import Arm, Experiment
+from kvtax_fleet.experiment.config import (
+    Arm,
+    Experiment,
+    proxy_settings,
+    replay_options,
+)
 from kvtax_fleet.experiment.experiment_plan import TRACE, PlannedRun
-from kvtax_fleet.experiment.settings import proxy_settings, replay_options
 from kvtax_fleet.launch.launched import Workshop
 from kvtax_fleet.launch.spec import members, server_of
 from kvtax_fleet.paths import CONFIGS

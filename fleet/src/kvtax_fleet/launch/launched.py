@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fleet of vLLM servers on this machine: start, check and stop all together."""
+"""A fleet of vLLM servers on this machine: `kvtax fleet launch`, and experiments'."""
 
 from __future__ import annotations
 
+import argparse
+import datetime
 import shutil
 import socket
 import tempfile
@@ -15,14 +17,21 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
-from kvtax.engine import ServerError
+from kvtax.engine import ServerError, preflight
+from kvtax.engine.connector import DEFAULT_CONNECTOR, load_connector
 from kvtax.engine.null_model import Checkpoint
 from kvtax.engine.overlay import build_overlay
 from kvtax.engine.server import Server, tail
+from kvtax.paths import REPOSITORY
 from kvtax.proc.loopback import open_url
 from kvtax.proc.ports import reserve
 
-from kvtax_fleet.launch.instance_settings import InstanceSettings
+from kvtax_fleet.instances import read_instances, write_instances
+from kvtax_fleet.launch.instance_settings import (
+    InstanceSettings,
+    read_instance_settings,
+    slowed,
+)
 from kvtax_fleet.launch.spec import (
     FleetSpec,
     Member,
@@ -31,8 +40,9 @@ from kvtax_fleet.launch.spec import (
     members,
     server_of,
 )
+from kvtax_fleet.paths import CONFIGS
 from kvtax_fleet.records.exposition import cache_config
-from kvtax_fleet.records.instances import Instance
+from kvtax_fleet.records.instances import Instance, Role
 
 FORWARD_TOTALS = "forward_totals"
 
@@ -210,3 +220,78 @@ def http_text(url: str) -> str:
             return str(response.read().decode())
     except (OSError, ValueError) as error:
         raise CheckError(f"{url}: {error}") from None
+
+
+PROFILE = CONFIGS / "profiles" / "h20-30b-a3b.toml"
+ALIVE_EVERY_S = 1.0
+ROLES: dict[str, Role] = {"both": "both", "prefill": "prefill", "decode": "decode"}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check or start the fleet; return the exit code. Starting ends by a signal.
+
+    Raises what launching does.
+    """
+    if arguments.check:
+        return _check(arguments.check)
+    _run_until_ended(arguments)
+    return 0
+
+
+def _check(file: Path) -> int:
+    instances = read_instances(file)
+    check_instances(instances)
+    print(f"{len(instances)} instances are in order")
+    return 0
+
+
+def _check_machine(spec: FleetSpec) -> None:
+    preflight.check_resources(spec.settings, len(spec.roles))
+    preflight.check_connector(spec.connector)
+
+
+def _run_until_ended(arguments: argparse.Namespace) -> None:
+    spec = _spec(arguments)
+    _check_machine(spec)
+    folder = (arguments.folder or _new_folder()).resolve()
+    out = (arguments.out or folder / "instances.json").resolve()
+    with (
+        Workshop(folder / "workshop") as workshop,
+        launched(spec, workshop, folder, arguments.base_port) as fleet,
+    ):
+        ready_s = wait_ready(fleet)
+        write_instances(out, [each.instance for each in fleet])
+        try:
+            _report(fleet, ready_s, out)
+            while True:
+                check_alive(fleet)
+                time.sleep(ALIVE_EVERY_S)
+        finally:
+            # No proxy may read the addresses of a fleet that is gone.
+            out.unlink(missing_ok=True)
+
+
+def _spec(arguments: argparse.Namespace) -> FleetSpec:
+    profile = read_instance_settings(arguments.profile or PROFILE)
+    settings = slowed(profile, arguments.time_factor)
+    roles: list[Role] = ["both"] * arguments.instances
+    if arguments.roles:
+        named = arguments.roles.split(",")
+        if unknown := set(named) - ROLES.keys():
+            raise SpecError(f"--roles: there is no role {unknown.pop()!r}")
+        roles = [ROLES[name] for name in named]
+    name = arguments.connector or DEFAULT_CONNECTOR
+    return FleetSpec(settings, name, load_connector(name), roles, arguments.kv_events)
+
+
+def _new_folder() -> Path:
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
+    return REPOSITORY / "runs" / f"{now}-fleet"
+
+
+def _report(fleet: list[LaunchedInstance], ready_s: float, out: Path) -> None:
+    for each in fleet:
+        instance = each.instance
+        pss_mib = each.server.pss_mib()
+        print(f"{instance.name}  {instance.url}  {instance.role}  {pss_mib:.0f} MiB")
+    print(f"ready after {ready_s:.1f} s: {out}", flush=True)

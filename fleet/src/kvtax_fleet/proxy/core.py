@@ -115,6 +115,8 @@ class Core(Generic[Payload]):
         self._tasks: set[asyncio.Task[None]] = set()
         self._retries = 0
         self._compared: set[str] = set()
+        # Requests by the instance that has failed them, while another tries.
+        self._doubted: Counter[str] = Counter()
         self.stopping = False
         self.ended: Counter[tuple[str | None, str]] = Counter()
         self.failed_open = 0
@@ -213,6 +215,7 @@ class Core(Generic[Payload]):
             exchange.cached_tokens = await self._exact.cached_tokens(exchange.body)
         self._route(exchange, 0, set())
         with ExitStack() as exchange.in_flight:
+            exchange.in_flight.callback(self._end_doubts, exchange)
             if await self._attempt(exchange, is_last=False):
                 return
             self._retries += 1
@@ -227,11 +230,15 @@ class Core(Generic[Payload]):
     ) -> None:
         """Choose a healthy instance that is not in `tried`, nor compared with another.
 
+        A suspect gets nothing while another tries what it has failed: it would be idle.
+
         If there is none, choose as if none were ejected: an ejection is a guess, and no
         other instance is left. Raises Failure.
         """
         try:
-            out = self.health.unavailable(exchange.body.model) | self._compared
+            model = exchange.body.model
+            out = self.health.unavailable(model) | self._compared
+            out |= self.health.suspects(self._doubted, model)
             self._choose(exchange, attempt, tried | out)
         except NoInstance:
             try:
@@ -318,7 +325,7 @@ class Core(Generic[Payload]):
         for out in records:
             with suppress(NoInstance):
                 self._choose(exchange, 1, out | {name})
-                exchange.failed.append(name)
+                self._doubt(exchange, name)
                 return True
         return False
 
@@ -332,6 +339,16 @@ class Core(Generic[Payload]):
         for failed in exchange.failed:
             if failed != name:
                 verdict(failed, exchange.body.model)
+        self._end_doubts(exchange)
+
+    def _doubt(self, exchange: Exchange[Payload], name: str) -> None:
+        """Note that an instance has failed a request, until there is a verdict."""
+        exchange.failed.append(name)
+        self._doubted[name] += 1
+
+    def _end_doubts(self, exchange: Exchange[Payload]) -> None:
+        self._doubted -= Counter(exchange.failed)
+        exchange.failed.clear()
 
     def _mark_outlier(self, name: str, model: str | None) -> None:
         why = "it fails requests that another has answered"
@@ -452,7 +469,7 @@ class Core(Generic[Payload]):
         except GivenUp as error:
             refused = error.failure == "prefill_refused"
             if refused and self.health.answered(p.name, model, sender, well=False):
-                exchange.failed.append(p.name)
+                self._doubt(exchange, p.name)
             if error.failure not in UNTRIED:
                 log.warning("request %s: %s; prefill on %s", end.id, error, d.name)
             end.fallback = str(error)

@@ -9,18 +9,13 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from time import monotonic_ns
-from typing import Literal, Self
+from typing import Any, Self
 
 import msgspec
 from kvtax.records.files import LineFile
 
-from kvtax_fleet.policies.decision import Decision, RequestInfo
-from kvtax_fleet.records.decisions import (
-    DecisionEnd,
-    DecisionRecord,
-    DecisionsHeader,
-    Snapshot,
-)
+from kvtax_fleet.policies.decision import Decision
+from kvtax_fleet.records.decisions import DecisionEnd, DecisionRecord, DecisionsHeader
 
 RECENT = 1000
 log = logging.getLogger(__name__)
@@ -53,39 +48,19 @@ class DecisionLog:
         if self._file is not None:
             self._file.__exit__(*exc_info)
 
-    def decided(
-        self,
-        end: DecisionEnd,
-        attempt: int,
-        request: RequestInfo,
-        snapshot: Snapshot,
-        decision: Decision,
-        form: str,
-        cache: Literal["mirror", "exact"],
-        decision_us: float,
-    ) -> None:
-        """Add a decision."""
+    def decided(self, end: DecisionEnd, decision: Decision, **more: Any) -> None:
+        """Add a decision; `more` are further fields of its line."""
+        fields = msgspec.structs.asdict(decision)
         line = self._encode(
             DecisionRecord(
                 id=end.id,
                 number=end.number,
-                attempt=attempt,
-                session=request.session,
+                session=end.session,
                 at_ns=self._now_ns(),
                 policy=self.policy,
-                instance=decision.instance,
-                prefill_instance=decision.prefill,
-                read_from=decision.read_from,
-                reason=decision.reason,
-                kind=decision.kind,
-                moves_from=decision.moves_from,
-                prefill_timeout_s=decision.prefill_timeout_s,
-                prompt_tokens=request.prompt_tokens,
-                form=form,
-                cache=cache,
-                scores=decision.scores,
-                snapshot=snapshot,
-                decision_us=decision_us,
+                prefill_instance=fields.pop("prefill"),
+                **fields,
+                **more,
             )
         )
         self.recent.append(line)

@@ -220,17 +220,6 @@ class Exchange(Generic[Payload]):
     instances.
     """
 
-    __slots__ = (
-        "body",
-        "cached_tokens",
-        "client",
-        "end",
-        "failed",
-        "flight",
-        "in_flight",
-        "lacking",
-        "route",
-    )
     body: RequestBody[Payload]
     route: Route
     flight: Flight

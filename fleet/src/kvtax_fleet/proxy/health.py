@@ -16,7 +16,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
@@ -211,6 +218,14 @@ class Health:
                     state.good, state.out_s = None, MIN_OUT_S
         return not well and any(state.is_suspect for state in states)
 
+    def suspects(self, names: Iterable[str], model: str | None) -> set[str]:
+        """Return those of the instances whose next failed answer may eject them."""
+        return {
+            name
+            for name in names
+            if any(state.is_suspect for state in self._both(name, model))
+        }
+
     def without_better_record(self, suspect: str, model: str | None) -> set[str]:
         """Return the instances that may fail for the reason for which a suspect does.
 
@@ -236,7 +251,7 @@ class Health:
 
         `to_end`: its answers fail after their beginning, or do not begin.
         """
-        if not any(state.is_suspect for state in self._both(name, model)):
+        if not self.suspects([name], model):
             return
         key = (name, model if self._serves_others_well(name, model) else None)
         out = self.ejected | {name for name, of in self._ejected_for if of == key[1]}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -26,7 +26,6 @@ from kvtax_fleet.records.instances import Instance
 # Tokens for which a piece counts at least, 16 bytes each: pieces take memory, and a
 # client may write blanks between few tokens.
 MIN_PIECE_TOKENS = PIECE_BYTES // 16
-Source = Literal["mirror", "exact"]
 
 
 class PrefixIndex:
@@ -196,9 +195,15 @@ class Router:
         if exact is not None:
             self.differences[place] += 1
             self.difference_tokens[place] += abs(mirrored[place] - cached[place])
-        source: Source = "mirror" if exact is None else "exact"
         self._log.decided(
-            end, attempt, request, snapshot, decision, body.form, source, decision_us
+            end,
+            decision,
+            attempt=attempt,
+            prompt_tokens=body.prompt_tokens,
+            form=body.form,
+            cache="mirror" if exact is None else "exact",
+            snapshot=snapshot,
+            decision_us=decision_us,
         )
         self._loads.decided(attempt == 0, decision.prefill is not None)
         self._remember(end.session, body, keys, decision)

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
+import polars as pl
 from kvtax.report.markdown import table
 from numpy.typing import NDArray
 
@@ -125,7 +126,12 @@ def _stats(
     names: list[str],
     largest: int,
 ) -> Stats:
-    each = PerSession.of(sessions, inputs, outputs)
+    frame = pl.DataFrame({"session": sessions, "input": inputs, "output": outputs})
+    each = per_session(frame)
+    largest_sessions = each.sort(
+        "input_tokens", descending=True, maintain_order=True
+    ).head(largest)
+    growth = frame.select(pl.col("input").diff().over("session")).drop_nulls()
     blocks = max(reuse.blocks, 1)
     output_sum = int(outputs.sum(dtype=np.int64))
     input_sum = int(inputs.sum(dtype=np.int64))
@@ -141,15 +147,20 @@ def _stats(
         output_tokens=_spread(outputs),
         io_ratio=input_sum / output_sum if output_sum else None,
         prefill_share=input_sum / (input_sum + output_sum),
-        turns_per_session=_spread(each.turns),
-        input_tokens_per_session=_spread(each.input_tokens),
-        output_tokens_per_session=_spread(each.output_tokens),
-        growth_tokens_per_session=_spread_of(each.growth_tokens[each.turns > 1]),
-        context_growth_tokens=_spread_of(_growth(sessions, inputs)),
+        turns_per_session=_spread(each["turns"].to_numpy()),
+        input_tokens_per_session=_spread(each["input_tokens"].to_numpy()),
+        output_tokens_per_session=_spread(each["output_tokens"].to_numpy()),
+        growth_tokens_per_session=_spread_of(
+            each.filter(pl.col("turns") > 1)["growth_tokens"].to_numpy()
+        ),
+        context_growth_tokens=_spread_of(growth["input"].to_numpy()),
         think_s=_spread_of(think_s),
-        top_sessions_share_of_requests=_top_share(each.turns),
-        top_sessions_share_of_input_tokens=_top_share(each.input_tokens),
-        largest_sessions=each.largest(largest, names),
+        top_sessions_share_of_requests=_top_share(each["turns"]),
+        top_sessions_share_of_input_tokens=_top_share(each["input_tokens"]),
+        largest_sessions=[
+            SessionRow(names[at], *values)
+            for at, *values in largest_sessions.iter_rows()
+        ],
         blocks=reuse.blocks,
         distinct_blocks=reuse.distinct,
         intra_session_reuse=reuse.intra_session / blocks,
@@ -178,17 +189,9 @@ def _spread(values: NDArray[Any]) -> Spread:
     )
 
 
-def _growth(sessions: NDArray[Any], inputs: NDArray[Any]) -> NDArray[Any]:
-    """Compute the growth of each turn's prompt over the turn before, in tokens."""
-    order = np.argsort(sessions, kind="stable")
-    same = np.diff(sessions[order]) == 0
-    return np.diff(inputs[order])[same]
-
-
-def _top_share(per_session: NDArray[Any]) -> float:
+def _top_share(totals: pl.Series) -> float:
     """Compute the few biggest sessions' share of the total."""
-    top = np.sort(per_session)[-TOP_SESSIONS:]
-    return float(top.sum() / per_session.sum())
+    return float(totals.top_k(TOP_SESSIONS).sum()) / float(totals.sum())
 
 
 class SessionRow(msgspec.Struct):
@@ -203,43 +206,20 @@ class SessionRow(msgspec.Struct):
     growth_tokens: int  # from the first turn's prompt to the last one's
 
 
-class PerSession(NamedTuple):
-    """All sessions, in order of their first requests; arrays are int64."""
+def per_session(requests: pl.DataFrame) -> pl.DataFrame:
+    """Describe each session, in order of their first requests.
 
-    turns: NDArray[Any]
-    input_tokens: NDArray[Any]
-    output_tokens: NDArray[Any]
-    first_input_tokens: NDArray[Any]
-    longest_input_tokens: NDArray[Any]
-    growth_tokens: NDArray[Any]
-
-    @classmethod
-    def of(
-        cls, sessions: NDArray[Any], inputs: NDArray[Any], outputs: NDArray[Any]
-    ) -> PerSession:
-        """Sum up the session, input and output tokens of each request, as they came."""
-        order = np.argsort(sessions, kind="stable")
-        begins = np.flatnonzero(np.diff(sessions[order], prepend=-1))
-        turns = np.diff(begins, append=len(order))
-        inputs, outputs = inputs[order].astype(np.int64), outputs[order]
-        firsts, lasts = inputs[begins], inputs[begins + turns - 1]
-        return cls(
-            turns=turns,
-            input_tokens=np.add.reduceat(inputs, begins),
-            output_tokens=np.add.reduceat(outputs, begins, dtype=np.int64),
-            first_input_tokens=firsts,
-            longest_input_tokens=np.maximum.reduceat(inputs, begins),
-            growth_tokens=lasts - firsts,
-        )
-
-    def largest(self, count: int, names: list[str]) -> list[SessionRow]:
-        """List the sessions with the most input tokens, the largest first."""
-        order = np.argsort(-self.input_tokens, kind="stable")[:count]
-        columns = zip(*(column[order].tolist() for column in self), strict=True)
-        return [
-            SessionRow(names[at], *values)
-            for at, values in zip(order.tolist(), columns, strict=True)
-        ]
+    `requests` has `session`, `input` and `output`, as the requests came.
+    """
+    inputs = pl.col("input").cast(pl.Int64)
+    return requests.group_by("session", maintain_order=True).agg(
+        turns=pl.len().cast(pl.Int64),
+        input_tokens=inputs.sum(),
+        output_tokens=pl.col("output").cast(pl.Int64).sum(),
+        first_input_tokens=inputs.first(),
+        longest_input_tokens=inputs.max(),
+        growth_tokens=inputs.last() - inputs.first(),
+    )
 
 
 COLUMNS = ("n", "mean", "p50", "p90", "p99", "max")
