@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 from kvtax_fleet.launch import spec as launch_spec
 from kvtax_fleet.launch.instance_settings import read_instance_settings
@@ -32,12 +32,12 @@ from kvtax.engine.connector import (
 )
 from kvtax.engine.installation import installation
 from kvtax.engine.server import Engine, resolve
-from kvtax.paths import REPOSITORY
+from kvtax.proc.machine_lock import supervisors
 from kvtax.proc.ports import reserve
 from kvtax.records.run import PLAN_FILE
 from microbench.profile import load_profile, measured_with
 from microbench.sweep import _begin_run
-from tests.proc.living import alive, content, eventually, gone
+from tests.proc.living import content, eventually, gone
 
 
 @pytest.mark.slow
@@ -338,17 +338,6 @@ server = socket.create_server(("127.0.0.1", int(port)))
 time.sleep(600)
 """
 
-OWNER = """
-import sys, time
-from pathlib import Path
-sys.path.insert(0, sys.argv[2])
-from test_connector import companion_of
-from kvtax.engine.companion import accompanied
-from kvtax.engine.installation import installation
-with accompanied(companion_of(), Path(sys.argv[1]), installation()):
-    time.sleep(600)
-"""
-
 
 def companion_of(manner: str = "listens", module: str = "friend") -> Connector:
     return Connector(
@@ -379,7 +368,9 @@ def pid_of(folder: Path) -> int:
 @pytest.mark.slow
 def test_it_listens_and_all_places_name_the_same_port(folder):
     with accompanied(companion_of(), folder, installation()) as told:
-        assert alive(pid_of(folder))
+        # So that it ends whatever ends us: tests/proc/test_processes.py.
+        supervisor = psutil.Process(pid_of(folder)).ppid()
+        eventually(lambda: supervisor in supervisors())
         [address] = told.kv_transfer_config["extra"]["hosts"]
         port = int(address.removeprefix("127.0.0.1:"))
         seen = content(folder / "friend.seen")
@@ -398,21 +389,6 @@ def test_it_ends_with_the_block_and_when_the_engine_fails(folder, error):
         if error:
             raise RuntimeError(error)
     assert gone([pid])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_nothing_is_left_when_the_owner_dies_of(number, folder):
-    here = str(Path(__file__).parent)
-    path = os.pathsep.join([str(REPOSITORY), str(folder.parent)])
-    owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER, str(folder), here],
-        env=os.environ | {"PYTHONPATH": path},
-    )
-    pid = pid_of(folder)
-    os.kill(owner.pid, number)
-    owner.wait()
-    eventually(lambda: gone([pid]))
 
 
 @pytest.mark.parametrize(

@@ -243,20 +243,30 @@ def nothing_fails(world: World) -> Problems:
 
 
 def prefills_aborted_together(world: World) -> Problems:
-    """Some were never scheduled; every decoder that waits for one is told at once."""
+    """Every decoder that waits for one is told at once."""
+    numbers = range(8)
+    waiting = [world.decode(f"s{n}") for n in numbers]
+    problems = prefills_aborted_alone(
+        world, lambda: world.until(lambda: world.waiting_for_remote_kv(*waiting))
+    )
+    return problems + must(
+        all(recomputed(world, request) for request in waiting), "not recomputed"
+    )
+
+
+def prefills_aborted_alone(
+    world: World, until: Callable[[], object] = lambda: None
+) -> Problems:
+    """Some were never scheduled: the others of the same step are forgotten, too."""
     numbers = range(8)
     scheduled = [world.prefill(f"s{n}", output_tokens=400) for n in numbers]
-    waiting = [world.decode(f"s{n}") for n in numbers]
-    world.until(lambda: world.waiting_for_remote_kv(*waiting))
+    until()
     steps(world)
     unscheduled = [world.prefill(f"u{n}") for n in numbers]
     world.abort(*scheduled, *unscheduled)
     problems = world.settle()
     left = world.worker.reqs_need_send
-    problems += must(not left, f"{len(left)} transfers not forgotten")
-    return problems + must(
-        all(recomputed(world, request) for request in waiting), "not recomputed"
-    )
+    return problems + must(not left, f"{len(left)} transfers not forgotten")
 
 
 def prefill_aborted_before_scheduled_while_decoder_waits(world: World) -> Problems:
@@ -287,18 +297,6 @@ def fewer_blocks_than_wanted(world: World) -> Problems:
 def steps(world: World) -> None:
     for _ in range(20):
         world.step()
-
-
-def prefills_aborted_alone(world: World) -> Problems:
-    """Some were never scheduled: the others of the same step are forgotten, too."""
-    numbers = range(8)
-    scheduled = [world.prefill(f"s{n}", output_tokens=400) for n in numbers]
-    steps(world)
-    unscheduled = [world.prefill(f"u{n}") for n in numbers]
-    world.abort(*scheduled, *unscheduled)
-    problems = world.settle()
-    left = world.worker.reqs_need_send
-    return problems + must(not left, f"{len(left)} transfers not forgotten")
 
 
 PACKAGE = Path(vllm.__file__).parent

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Listeners of the block pool: variants of the code, and a state machine.
 
-A variant is loaded from a text of the patched files, so that many with something wrong
-live in one process and in vLLM's own KVCacheManager. In the state machine, replicas
-made from the calls alone equal the pool after every operation, and after every take the
-walk, the tracker and the pool agree about every key.
+A variant is loaded from a text of the patched pool, so that many live in one process
+and in vLLM's own KVCacheManager. In the state machine, replicas made from the calls
+alone equal the pool after every operation, and after every take the walk, the tracker
+and the pool agree about every key.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from inspect import signature
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -34,6 +36,7 @@ from vllm.v1.core import block_pool, block_pool_listener, kv_cache_coordinator
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import (
+    KVCacheBlock,
     get_request_block_hasher,
     init_none_hash,
 )
@@ -98,14 +101,12 @@ class Replica(block_pool_listener.BlockPoolListener):
 
 
 class Variant:
-    """Makes pools, managers and trackers of one edited form of the patched code.
+    """Makes pools, managers and trackers; `pool` is another text of block_pool.py."""
 
-    `pool` and `listener` are texts of block_pool.py and block_pool_listener.py.
-    """
+    tracker = block_pool_listener.BlockHashTracker
 
-    def __init__(self, pool: str | None = None, listener: str | None = None) -> None:
+    def __init__(self, pool: str | None = None) -> None:
         self._pool_class = load(block_pool, pool).BlockPool
-        self.tracker = load(block_pool_listener, listener).BlockHashTracker
         self.walk = load_hash_sync().BlockHashWalk
 
     def pool(self, num_blocks: int) -> BlockPool:
@@ -126,21 +127,30 @@ class Variant:
             window = WINDOW_BLOCKS * BLOCK_SIZE
             specs.append(SlidingWindowSpec(**shape, sliding_window=window))
         groups = [KVCacheGroupSpec([f"l{n}"], spec) for n, spec in enumerate(specs)]
-        kv_cache_coordinator.BlockPool = self._pool_class
         options = {"hash_block_size": BLOCK_SIZE, "scheduler_block_size": BLOCK_SIZE}
         known = signature(KVCacheManager).parameters
-        return KVCacheManager(
-            KVCacheConfig(num_blocks, kv_cache_tensors=[], kv_cache_groups=groups),
-            max_model_len=MAX_MODEL_LEN,
-            enable_caching=caching,
-            **{name: options[name] for name in options if name in known},
-        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kv_cache_coordinator, "BlockPool", self._pool_class)
+            return KVCacheManager(
+                KVCacheConfig(num_blocks, kv_cache_tensors=[], kv_cache_groups=groups),
+                max_model_len=MAX_MODEL_LEN,
+                enable_caching=caching,
+                **{name: options[name] for name in options if name in known},
+            )
 
     @staticmethod
     def listen(pool: BlockPool) -> Replica:
         replica = Replica()
         pool.add_listener(replica)
         return replica
+
+
+def cache(pool: BlockPool, *keys: bytes) -> list[KVCacheBlock]:
+    """New blocks of the pool, in use, one cached under each key (of group 0)."""
+    blocks = pool.get_new_blocks(len(keys))
+    request = SimpleNamespace(block_hashes=list(keys))
+    pool.cache_full_blocks(request, blocks, 0, len(keys), BLOCK_SIZE, 0)
+    return blocks
 
 
 def pairs_held(pool: BlockPool) -> set[Pair]:

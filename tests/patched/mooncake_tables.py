@@ -6,11 +6,7 @@ The scenarios are functions of abort_lab.py."""
 from __future__ import annotations
 
 # Upstream does these right; the fix must not break them.
-RIGHT_UPSTREAM = [
-    "aborted_while_waiting",
-    "aborted_while_sending",
-    "nothing_fails",
-]
+RIGHT_UPSTREAM = ["aborted_while_waiting", "aborted_while_sending", "nothing_fails"]
 WRONG_UPSTREAM = [
     "aborted_before_scheduled",
     "pull_failed_and_is_recomputed",
@@ -43,7 +39,6 @@ REFUSED = [
 # For blocks of the patch, a scenario that goes wrong without them. What else each block
 # is for shows between workers of all releases: tests/patches/test_mooncake_protocol.py.
 NOTICES = {
-    "forget": "prefills_aborted_alone",
     "empty_pull": "aborted_before_scheduled",
     "invalid_block_ids": "nothing_fails",
     "load_errors": "pull_failed_and_is_recomputed",

@@ -3,10 +3,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
+from types import SimpleNamespace
 
+import pytest
+import vllm
 from vllm.config import VllmConfig
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+from kvtax.engine import null_engine
+
+# Enough for all, where two steps in flight and preemption never end: all requests are
+# preempted in each schedule().
+ENOUGH_BLOCKS = {"0.28.0": 600}
 
 
 class Late:
@@ -35,3 +46,12 @@ class Overlapping(UniProcExecutor):
     def sample_tokens(self, grammar_output, non_block: bool = False):
         output = super().sample_tokens(grammar_output, non_block)
         return Late(output) if non_block else output
+
+
+@contextmanager
+def two_steps_in_flight(num_blocks: int) -> Iterator[int]:
+    """For engines that are made meanwhile; the blocks that they need."""
+    executor = SimpleNamespace(get_class=lambda _: Overlapping)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(null_engine, "Executor", executor)
+        yield ENOUGH_BLOCKS.get(vllm.__version__, num_blocks)

@@ -18,12 +18,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import FunctionType, SimpleNamespace
+from types import FunctionType
 from typing import Any, ClassVar, NamedTuple
 
 import pytest
-import vllm
-from overlapping import Overlapping
+from overlapping import two_steps_in_flight
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector import factory
@@ -40,7 +39,6 @@ from vllm.v1.worker import kv_connector_model_runner_mixin, worker_base
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
 from connectors.noop import NoopConnector
-from kvtax.engine import null_engine
 from kvtax.engine.null_engine import NullEngine
 from kvtax.engine.null_model import NOOP
 from kvtax.records.files import Lines, read_lines
@@ -198,9 +196,6 @@ class ThroughRay(UniProcExecutor):
 
 # So few that requests are preempted.
 NUM_BLOCKS = 60
-# Enough for all, where two steps in flight and preemption never end: all requests are
-# preempted in each schedule().
-ENOUGH_BLOCKS = {"0.28.0": 600}
 # A tenth of it would do.
 MOST_STEPS = 5_000
 # What the recorder wraps.
@@ -278,7 +273,7 @@ class Recorded:
                 yield step, self.truth[side][step_id]
 
 
-def by_id(side: str, file: Lines) -> dict[int, Any]:
+def _by_id(side: str, file: Lines) -> dict[int, Any]:
     """The records by step, with what they leave out."""
     fields = method_fields(side, file.header.methods)
     for step in file.records:
@@ -305,12 +300,8 @@ def run(model: Path, folder: Path, how: str) -> Recorded:
     folder = folder / how
     folder.mkdir()
     early = how == "with_two_steps_in_flight"
-    flight = two_steps_in_flight() if early else nullcontext(NUM_BLOCKS)
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        recording(folder),
-        flight as num_blocks,
-    ):
+    flight = two_steps_in_flight(NUM_BLOCKS) if early else nullcontext(NUM_BLOCKS)
+    with pytest.MonkeyPatch.context() as patch, recording(folder), flight as num_blocks:
         LOG.clear()
         SAVED.clear()
         engine = new_engine(CONFIGS[how], model, num_blocks)
@@ -323,20 +314,22 @@ def run(model: Path, folder: Path, how: str) -> Recorded:
         record_engine(engine.core)
         _note_steps(engine)
         serve(engine, seed=5, requests=30)
+    truth = {"SCHEDULER": _of_scheduler(), "WORKER": _of_worker()}
+    return Recorded(*read_sides(folder), truth, _scheduled_early(), set(SAVED))
+
+
+def read_sides(
+    folder: Path,
+) -> tuple[EngineHeader, WorkerHeader, dict[str, dict[int, EngineStep | WorkerStep]]]:
+    """Headers of engine and worker, and by side and step the whole records."""
     life = only_life(folder)
-    engine_file = read_lines(life / "engine_step.jsonl", EngineHeader, EngineStep)
-    worker_file = read_lines(life / "worker_step.r0.jsonl", WorkerHeader, WorkerStep)
-    return Recorded(
-        engine_file.header,
-        worker_file.header,
-        {
-            "SCHEDULER": by_id("scheduler", engine_file),
-            "WORKER": by_id("worker", worker_file),
-        },
-        {"SCHEDULER": _of_scheduler(), "WORKER": _of_worker()},
-        _scheduled_early(),
-        set(SAVED),
-    )
+    engine = read_lines(life / "engine_step.jsonl", EngineHeader, EngineStep)
+    worker = read_lines(life / "worker_step.r0.jsonl", WorkerHeader, WorkerStep)
+    sides = {
+        "SCHEDULER": _by_id("scheduler", engine),
+        "WORKER": _by_id("worker", worker),
+    }
+    return engine.header, worker.header, sides
 
 
 def _note_steps(engine: NullEngine) -> None:
@@ -380,15 +373,6 @@ def serve(engine: NullEngine, seed: int, requests: int) -> list[str]:
             return aborted
         engine.core.step_fn()
     raise AssertionError(f"not at an end after {MOST_STEPS} steps")
-
-
-@contextmanager
-def two_steps_in_flight() -> Iterator[int]:
-    """For engines that are made meanwhile; the blocks that they need."""
-    executor = SimpleNamespace(get_class=lambda _: Overlapping)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(null_engine, "Executor", executor)
-        yield ENOUGH_BLOCKS.get(vllm.__version__, NUM_BLOCKS)
 
 
 def _of_scheduler() -> dict[int, list[Call]]:

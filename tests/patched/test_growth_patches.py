@@ -361,11 +361,12 @@ def test_offloading_answers_what_upstreams_answers(model, tier):
     assert min(counts[of] for of in ("preemptions", "aborts", "cached")) > 5
 
 
-def test_a_first_hash_that_is_one_off_is_noticed(model):
-    edit = ("offload_keys) + 1) - 1", "offload_keys) + 1)")
-    assert OffloadingPair(model, edit=edit).notice()
+WRONG_STARTS = {
+    "one off": ("offload_keys) + 1) - 1", "offload_keys) + 1)"),
+    "read again": ("block_hashes[start::", "block_hashes[start % 1 ::"),
+}
 
 
-def test_hashes_that_are_read_again_are_noticed(model):
-    edit = ("block_hashes[start::", "block_hashes[start % 1 ::")
-    assert OffloadingPair(model, edit=edit).notice()
+@pytest.mark.parametrize("wrong", WRONG_STARTS)
+def test_hashes_that_start_elsewhere_are_noticed(model, wrong):
+    assert OffloadingPair(model, edit=WRONG_STARTS[wrong]).notice()

@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
-from overlapping import Overlapping
+from overlapping import two_steps_in_flight
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
 from connectors.direct_read.ledger import BlockLedger
 from connectors.noop import NoopConnector
-from kvtax.engine import null_engine
 from kvtax.engine.null_engine import NullEngine
 from kvtax.engine.null_model import NOOP
 
@@ -155,10 +154,8 @@ def run(model: Path, how: str, ledger: str = "as it is") -> Watch:
     """The watch over an engine that has done all its requests and is idle."""
     HooksWitness.ledger_class = LEDGERS[ledger]
     kv_transfer_state._KV_CONNECTOR_AGENT = None  # an earlier engine's
-    with pytest.MonkeyPatch.context() as patch:
-        if how != "alone":
-            executor = SimpleNamespace(get_class=lambda _: Overlapping)
-            patch.setattr(null_engine, "Executor", executor)
+    alone = how == "alone"
+    with nullcontext() if alone else two_steps_in_flight(NUM_BLOCKS):
         engine = NullEngine(model, CONFIGS[how], NUM_BLOCKS)
     watch = Watch(engine)
     chance = random.Random(5)
@@ -180,7 +177,10 @@ PATCHES = ["block_pool_delta_listener", "direct_read_hooks"]
 ONLY = "0.18.1"
 
 
-@pytest.mark.parametrize("how", ["alone", "in_multi_with_two_steps_in_flight"])
+HOW = ["alone", "in_multi_with_two_steps_in_flight"]
+
+
+@pytest.mark.parametrize("how", HOW)
 def test_blocks_are_offered_when_they_are_written(model, how):
     in_flight = 1 if how == "alone" else 2
     found = run(model, how)
@@ -191,17 +191,10 @@ def test_blocks_are_offered_when_they_are_written(model, how):
     assert counts["offered after update"] > 1_000, counts
     begun, done, updated = found.steps()
     assert begun == done == updated > 100
-
-
-@pytest.mark.parametrize("how", ["alone", "in_multi_with_two_steps_in_flight"])
-def test_an_idle_engine_offers_all_that_is_cached(model, how):
-    offered, cached = run(model, how).offered_of_cached()
+    # An idle engine offers all that is cached, and sees calls of the workers.
+    offered, cached = found.offered_of_cached()
     assert offered == cached > 10
-
-
-@pytest.mark.parametrize("how", ["alone", "in_multi_with_two_steps_in_flight"])
-def test_a_connector_sees_calls_of_the_workers(model, how):
-    assert run(model, how).counts["workers called"] == 1
+    assert counts["workers called"] == 1
 
 
 def test_a_ledger_that_is_a_step_early_is_noticed(model):

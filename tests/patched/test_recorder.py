@@ -258,14 +258,20 @@ def test_times_are_those_since_the_step_before(idle):
         assert 0 < step.schedule_cpu_us + step.update_cpu_us < step.thread_cpu_us
 
 
-def test_a_scheduler_with_its_own_schedule_is_recorded(model, tmp_path):
-    with recording(tmp_path):
-        own = {"scheduler_cls": "recorder_lab.OwnScheduler"}
-        engine = new_engine(NOOP, model, **own)
+def instance_of(folder, connector, model, **engine_args):
+    """The records of an engine that has served a request."""
+    with recording(folder):
+        engine = new_engine(connector, model, **engine_args)
         engine.add([1] * 40, 20)
         engine.run_to_end()
-    ((instance,), _) = read_instances(tmp_path)
+    ((instance,), _) = read_instances(folder)
     assert instance.steps.height > 19
+    return instance
+
+
+def test_a_scheduler_with_its_own_schedule_is_recorded(model, tmp_path):
+    own = {"scheduler_cls": "recorder_lab.OwnScheduler"}
+    instance = instance_of(tmp_path, NOOP, model, **own)
     assert instance.steps["schedule_us"].min() > SPIN_US
     assert instance.steps["cache_size"].max() == 3
     assert instance.requests.height == 1
@@ -274,12 +280,7 @@ def test_a_scheduler_with_its_own_schedule_is_recorded(model, tmp_path):
 def test_a_worker_of_rays_compiled_graph_is_recorded(model, tmp_path):
     if not RayWorker:
         pytest.skip("no Ray, or its workers execute models as all others do")
-    with recording(tmp_path):
-        engine = new_engine(config("Busy"), model, executor=ThroughRay)
-        engine.add([1] * 40, 20)
-        engine.run_to_end()
-    ((instance,), _) = read_instances(tmp_path)
-    assert instance.steps.height > 19
+    instance = instance_of(tmp_path, config("Busy"), model, executor=ThroughRay)
     assert instance.steps["worker.get_finished_us"].min() > SPIN_US
     assert instance.steps["execute_model_us"].min() > SPIN_US
 
@@ -319,12 +320,7 @@ def test_methods_of_a_compiled_connector_are_timed_or_named(
     (tmp_path / "compiled.py").unlink()
     monkeypatch.syspath_prepend(tmp_path)
     connector = config("Compiled") | {"kv_connector_module_path": "compiled"}
-    with recording(tmp_path / "records"):
-        engine = new_engine(connector, model)
-        engine.add([1] * 40, 20)
-        engine.run_to_end()
-    ((instance,), _) = read_instances(tmp_path / "records")
-    assert instance.steps.height > 19
+    instance = instance_of(tmp_path / "records", connector, model)
     for method in ("scheduler.build_connector_meta", "scheduler.take_events"):
         assert instance.steps[f"{method}_us"].min() > SPIN_US
     assert instance.steps["worker.get_finished_us"].min() > SPIN_US
@@ -333,22 +329,29 @@ def test_methods_of_a_compiled_connector_are_timed_or_named(
 
 
 MOST_MB = 0.02
-
-
 LIFE = "a life"
 
 
-def written(folder, monkeypatch, steps: int, each: int = 20) -> RecordFile:
-    monkeypatch.setenv("KVTAX_STEP_RECORDS_DIR", str(folder))
-    # Only the test writes.
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    """Where records go, that only the test writes."""
+    monkeypatch.setenv("KVTAX_STEP_RECORDS_DIR", str(tmp_path))
     monkeypatch.setattr(RecordFile, "_run", lambda self: None)
+    return tmp_path
+
+
+def written(steps: int, each: int = 20) -> RecordFile:
     schema = "kvtax.engine_step/1"
     file = RecordFile(LIFE, "engine_step", schema, lambda: {"methods": []})
     for first in range(0, steps, each):
-        for step_id in range(first, min(first + each, steps)):
-            file.append(Record(step_id, 10**15 + step_id, schedule_us=1.5))
-        file.flush()
+        write(file, *range(first, min(first + each, steps)))
     return file
+
+
+def write(file: RecordFile, *steps: int) -> None:
+    for step_id in steps:
+        file.append(Record(step_id, 10**15 + step_id, schedule_us=1.5))
+    file.flush()
 
 
 def step_ids(folder) -> list[int]:
@@ -356,14 +359,14 @@ def step_ids(folder) -> list[int]:
     return read_steps(path, EngineHeader, ["step_id"]).frame["step_id"].to_list()
 
 
-def test_files_stay_below_the_limit_and_hold_the_newest_steps(tmp_path, monkeypatch):
+def test_files_stay_below_the_limit_and_hold_the_newest_steps(place, monkeypatch):
     monkeypatch.setattr(files, "MAX_BYTES", MOST_MB * 1e6)
-    file = written(tmp_path, monkeypatch, 2_000)
-    parts = list((tmp_path / LIFE).iterdir())
+    file = written(2_000)
+    parts = list((place / LIFE).iterdir())
     assert {part.name for part in parts} == {"engine_step.jsonl", "engine_step.jsonl.1"}
     # A flush may go over a half by what it writes.
     assert sum(part.stat().st_size for part in parts) < MOST_MB * 1e6 * 1.2
-    found = step_ids(tmp_path)
+    found = step_ids(place)
     assert found == list(range(found[0], 2_000))
     assert 100 < len(found) < 2_000
     assert not file._failed_s
@@ -372,22 +375,20 @@ def test_files_stay_below_the_limit_and_hold_the_newest_steps(tmp_path, monkeypa
         assert first[name] == second[name]
 
 
-def test_a_file_that_is_too_old_is_begun_anew(tmp_path, monkeypatch):
+def test_a_file_that_is_too_old_is_begun_anew(place, monkeypatch):
     monkeypatch.setattr(files, "MAX_S", 7_200)
-    file = written(tmp_path, monkeypatch, 100)
+    file = written(100)
     file._began_s -= 3_700
-    file.append(Record(100, 10**15 + 100, 1.5))
-    file.flush()
-    assert (tmp_path / LIFE / "engine_step.jsonl.1").is_file()
-    assert step_ids(tmp_path) == list(range(101))
+    write(file, 100)
+    assert (place / LIFE / "engine_step.jsonl.1").is_file()
+    assert step_ids(place) == list(range(101))
 
 
-def test_a_folder_that_is_removed_is_made_anew(tmp_path, monkeypatch):
-    file = written(tmp_path, monkeypatch, 100)
-    shutil.rmtree(tmp_path / LIFE)
-    file.append(Record(100, 10**15 + 100, 1.5))
-    file.flush()
-    assert step_ids(tmp_path) == [100]
+def test_a_folder_that_is_removed_is_made_anew(place):
+    file = written(100)
+    shutil.rmtree(place / LIFE)
+    write(file, 100)
+    assert step_ids(place) == [100]
 
 
 def said_of(file: RecordFile, logged: list[str]) -> list[str]:
@@ -396,60 +397,57 @@ def said_of(file: RecordFile, logged: list[str]) -> list[str]:
 
 
 def test_a_disk_that_is_full_at_a_new_file_leaves_the_records(
-    tmp_path, monkeypatch, logged
+    place, monkeypatch, logged
 ):
-    file = written(tmp_path, monkeypatch, 100)
+    file = written(100)
     monkeypatch.setattr(files, "MAX_BYTES", 1)
-    write = os.write
+    os_write = os.write
 
     def full(descriptor, data):
         if data.startswith(b'{"schema"'):
-            write(descriptor, data[:20])
+            os_write(descriptor, data[:20])
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(descriptor, data)
+        return os_write(descriptor, data)
 
     with monkeypatch.context() as patch:
         patch.setattr(files.os, "write", full)
         for step_id in (100, 101):
-            file.append(Record(step_id, 10**15 + step_id, 1.5))
-            file.flush()
-        names = [part.name for part in (tmp_path / LIFE).iterdir()]
+            write(file, step_id)
+        names = [part.name for part in (place / LIFE).iterdir()]
         assert names == ["engine_step.jsonl"]
-        assert step_ids(tmp_path) == list(range(100))
+        assert step_ids(place) == list(range(100))
     file.flush()
-    assert step_ids(tmp_path) == list(range(102))
+    assert step_ids(place) == list(range(102))
     assert "records lost: 0" in said_of(file, logged)[1]
 
 
 @pytest.mark.parametrize("waiting", [10_000, 30])
 def test_a_disk_that_is_full_for_a_while_leaves_whole_records_and_two_messages(
-    tmp_path, monkeypatch, logged, waiting
+    place, monkeypatch, logged, waiting
 ):
     monkeypatch.setattr(files, "MOST_WAITING", waiting)
-    file = written(tmp_path, monkeypatch, 100)
-    write = os.write
+    file = written(100)
+    os_write = os.write
     room = [50]
 
     def full(descriptor, data):
         if not room[0]:
             raise OSError(errno.ENOSPC, "No space left on device")
-        taken = write(descriptor, data[: room[0]])
+        taken = os_write(descriptor, data[: room[0]])
         room[0] -= taken
         return taken
 
     with monkeypatch.context() as patch:
         patch.setattr(files.os, "write", full)
         for step_id in range(100, 200):
-            file.append(Record(step_id, 10**15 + step_id, 1.5))
-            file.flush()
+            write(file, step_id)
             # No torn line, so whoever reads meanwhile finds whole records.
-            assert step_ids(tmp_path) == list(range(100))
-    file.append(Record(200, 10**15 + 200, 1.5))
-    file.flush()
+            assert step_ids(place) == list(range(100))
+    write(file, 200)
     # The first batch was encoded; after it the newest stay.
     lost = max(0, 99 - waiting)
     kept = [*range(101), *range(101 + lost, 201)]
-    assert step_ids(tmp_path) == kept
+    assert step_ids(place) == kept
     cannot, could_not = said_of(file, logged)
     assert "cannot be written" in cannot
     assert re.search(r"from \S+ to \S+; records lost: (\d+)", could_not)[1] == str(lost)
@@ -470,39 +468,34 @@ def numbers_of(step_id: int) -> Record:
     return Record(step_id, 10**15, 1.5, running=count, cache_size=count)
 
 
-def test_counts_of_a_scheduler_that_uses_numpy_are_written(tmp_path, monkeypatch):
-    file = written(tmp_path, monkeypatch, 1)
+def test_counts_of_a_scheduler_that_uses_numpy_are_written(place):
+    file = written(1)
     file.append(numbers_of(5))
     file.flush()
-    path = tmp_path / LIFE / "engine_step.jsonl"
+    path = place / LIFE / "engine_step.jsonl"
     last = read_lines(path, EngineHeader, EngineStep).records[-1]
     assert (last.running, last.cache_size) == (5, 5)
 
 
-def test_a_file_whose_header_cannot_be_written_serves_on(tmp_path, monkeypatch):
-    monkeypatch.setenv("KVTAX_STEP_RECORDS_DIR", str(tmp_path))
+def test_a_file_whose_header_cannot_be_written_serves_on(place):
     file = RecordFile(
         LIFE, "engine_step", "kvtax.engine_step/1", lambda: {"a": "\udcff"}
     )
     file.append(Record(1, 1, 1.5))
     file.flush()
-    assert not [*tmp_path.rglob("*.jsonl*")]
+    assert not [*place.rglob("*.jsonl*")]
 
 
-def test_records_that_a_hanging_disk_keeps_waiting_are_bounded(tmp_path, monkeypatch):
+def test_records_that_a_hanging_disk_keeps_waiting_are_bounded(place, monkeypatch):
     monkeypatch.setattr(files, "MOST_PENDING", 50)
     messages = []
     monkeypatch.setattr(files.logger, "error", lambda *told: messages.append(told))
-    file = written(tmp_path, monkeypatch, 120, each=120)
-    assert step_ids(tmp_path) == list(range(70, 120))
+    file = written(120, each=120)
+    assert step_ids(place) == list(range(70, 120))
     assert [path for _, path in messages] == [file.path]
 
 
-def test_a_thread_whose_name_is_cut_off_in_a_character_is_recorded(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setenv("KVTAX_STEP_RECORDS_DIR", str(tmp_path))
-    monkeypatch.setattr(RecordFile, "_run", lambda self: None)
+def test_a_thread_whose_name_is_cut_off_in_a_character_is_recorded(place):
     begun, ended = threading.Event(), threading.Event()
 
     def work():
@@ -517,30 +510,25 @@ def test_a_thread_whose_name_is_cut_off_in_a_character_is_recorded(
     file.flush()
     ended.set()
     assert not file._failed_s
-    path = tmp_path / LIFE / "threads.jsonl"
+    path = place / LIFE / "threads.jsonl"
     (record,) = read_lines(path, ThreadsHeader, ThreadTimes).records
     assert any(name.startswith("äöüßäöü") for name in record.threads)
 
 
-def test_threads_of_an_idle_engine_are_recorded_every_ten_seconds(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setenv("KVTAX_STEP_RECORDS_DIR", str(tmp_path))
-    # Only the test writes.
-    monkeypatch.setattr(RecordFile, "_run", lambda self: None)
+def test_threads_of_an_idle_engine_are_recorded_every_ten_seconds(place):
     file = ThreadsFile(LIFE, lambda: 7, set())
     for idle_s in (0, 5, 4, 2, 5):
         file._recorded_s -= idle_s
         file.flush()
-    path = tmp_path / LIFE / "threads.jsonl"
+    path = place / LIFE / "threads.jsonl"
     records = read_lines(path, ThreadsHeader, ThreadTimes).records
     assert [record.step_id for record in records] == [7, 7]
 
 
 def test_a_writer_killed_between_two_names_leaves_records_that_are_read(
-    tmp_path, monkeypatch
+    place, monkeypatch
 ):
-    file = written(tmp_path, monkeypatch, 100)
+    file = written(100)
     monkeypatch.setattr(files, "MAX_BYTES", 1)
     replace = os.replace
 
@@ -550,11 +538,10 @@ def test_a_writer_killed_between_two_names_leaves_records_that_are_read(
         replace(source, target)
 
     monkeypatch.setattr(files.os, "replace", killed)
-    file.append(Record(100, 10**15 + 100, 1.5))
     with pytest.raises(KeyboardInterrupt):
-        file.flush()
-    assert only_life(tmp_path) == tmp_path / LIFE
-    assert step_ids(tmp_path) == list(range(100))
+        write(file, 100)
+    assert only_life(place) == place / LIFE
+    assert step_ids(place) == list(range(100))
 
 
 BAD_LABELS = ["x", "[1]", "NaN", '{"a": "\\ud800"}', '{"a":' + "[" * 100_000]

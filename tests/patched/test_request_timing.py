@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from recorder_lab import new_engine, recording, serve, two_steps_in_flight
+from overlapping import two_steps_in_flight
+from recorder_lab import new_engine, recording, serve
 from vllm.kvtax_probe import record_engine
 
 from connectors.noop import NoopConnector
@@ -99,13 +100,9 @@ def run(model: Path, folder: Path, how: str) -> Recorded:
     folder.mkdir()
     _coming.clear()
     early = how == "two_steps_in_flight"
-    flight = two_steps_in_flight() if early else nullcontext(NUM_BLOCKS)
+    flight = two_steps_in_flight(NUM_BLOCKS) if early else nullcontext(NUM_BLOCKS)
     begun_ns = time.perf_counter_ns()
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        recording(folder),
-        flight as num_blocks,
-    ):
+    with pytest.MonkeyPatch.context() as patch, recording(folder), flight as num_blocks:
         patch.setenv("KVTAX_REQUEST_IDS", "plain")
         engine = new_engine(LATE, model, num_blocks)
         record_engine(engine.core)

@@ -107,11 +107,7 @@ def make_tree(parent: Path, files: dict[str, bytes] = FILES, name="demo") -> Tre
 
 def make_patch(folder: Path, name: str, blocks=(), files=None, /, **fields) -> Patch:
     """Write patch ``name`` below ``folder`` and load it; a block or table is a dict."""
-    fields = {
-        "name": name,
-        "package": "demo",
-        "summary": "a test patch",
-    } | fields
+    fields = {"name": name, "package": "demo", "summary": "a test patch"} | fields
     tables = {key: value for key, value in fields.items() if isinstance(value, dict)}
     lines = [
         f"{key} = {json.dumps(value)}"
@@ -256,8 +252,7 @@ def restore(root: Path, shot: dict[str, object]) -> None:
 _STEPS = {
     "open": builtins,
     **dict.fromkeys(
-        ["mkdir", "replace", "unlink", "rmdir", "fsync", "fchmod", "utime", "write"],
-        os,
+        ["mkdir", "replace", "unlink", "rmdir", "fsync", "fchmod", "utime", "write"], os
     ),
 }
 NEED_SPACE = ("open", "mkdir", "replace", "fsync", "write")

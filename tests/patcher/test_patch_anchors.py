@@ -164,12 +164,7 @@ def test_a_getter_and_its_setter_are_told_apart_by_signature_or_decorator():
     assert len(inside) == 1
 
 
-@pytest.mark.parametrize(
-    "anchor",
-    [
-        *("", "else:", "x = (", "x = 1\nif x:"),
-    ],
-)
+@pytest.mark.parametrize("anchor", ["", "else:", "x = (", "x = 1\nif x:"])
 def test_an_anchor_that_is_no_statement_or_header_is_refused(anchor):
     with pytest.raises(ManifestError, match="anchor"):
         parse_anchor(anchor)

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from importlib.metadata import PathDistribution
 from itertools import cycle
 from pathlib import Path
@@ -14,7 +15,6 @@ import pytest
 
 from kvtax.patcher import (
     AnchorError,
-    BlockPatchError,
     CompileError,
     ConflictError,
     DamagedError,
@@ -24,6 +24,7 @@ from kvtax.patcher import (
     active_blocks,
     apply,
     check,
+    diff,
     find_package,
     load_patch,
     locate,
@@ -53,80 +54,54 @@ def refused(tree: Tree, error: type, match: str, work) -> None:
     assert snapshot(tree.root) == before
 
 
+NEW = {"new.py": b"x = 1\n"}
+
+
 @pytest.mark.parametrize(
-    ("bad", "error", "match"),
+    ("bad", "files", "error", "match"),
     [
-        (
-            block("before", SCHEDULE, "missing = 1", "x = 1"),
-            AnchorError,
-            r"^scheduler\.py: anchor 'missing = 1' in scope 'Scheduler\.schedule' "
-            r"matches 0 statements.*\(block p:b1\)",
-        ),
-        (
-            block("before", "Scheduler.gone", "tokens = 0", "x = 1"),
-            AnchorError,
-            r"scheduler\.py: scope 'Scheduler\.gone' not found.*p:b1",
-        ),
-        (
-            block("before", "", "name = 'bom'", "x = 1", file="v1/bom.py"),
-            AnchorError,
-            "byte order mark",
-        ),
-        (
-            block("before", "", "import os", "from __future__ import x", id="f"),
-            CompileError,
-            r"scheduler\.py: with p the file would not compile.*line",
-        ),
-        (
-            block("replace", SCHEDULE, "break", "yield from ()\nawait x"),
-            CompileError,
-            "would not compile",
-        ),
-        (
-            block("before", "", "x", "y = 1", file="v1/none.py"),
-            TargetError,
-            r"v1/none\.py: no such file in demo 0\.18\.1, needed by block p:b1",
-        ),
-        (
-            block("before", "", "name = 'caf\xe9'", "y = 'é'", file="v1/latin.py"),
-            TargetError,
-            "must be ASCII",
-        ),
+        (block("before", SCHEDULE, "missing = 1", "x = 1"), NEW, AnchorError,
+         r"^scheduler\.py: anchor 'missing = 1' in scope 'Scheduler\.schedule' "
+         r"matches 0 statements.*\(block p:b1\)"),
+        (block("before", "Scheduler.gone", "tokens = 0", "x = 1"), NEW, AnchorError,
+         r"scheduler\.py: scope 'Scheduler\.gone' not found.*p:b1"),
+        (block("before", "", "name = 'bom'", "x = 1", file="v1/bom.py"), NEW,
+         AnchorError, "byte order mark"),
+        (block("before", "", "import os", "from __future__ import x", id="f"), NEW,
+         CompileError, r"scheduler\.py: with p the file would not compile.*line"),
+        (block("replace", SCHEDULE, "break", "yield from ()\nawait x"), NEW,
+         CompileError, "would not compile"),
+        (block("before", "", "x", "y = 1", file="v1/none.py"), NEW, TargetError,
+         r"v1/none\.py: no such file in demo 0\.18\.1, needed by block p:b1"),
+        (block("before", "", "name = 'caf\xe9'", "y = 'é'", file="v1/latin.py"), NEW,
+         TargetError, "must be ASCII"),
+        (None, {"new.py": b"return 1\n"}, CompileError, r"new\.py"),
+        # A file of the package is never taken over.
+        (None, {"v1/core.py": b"x = 1\n"}, ConflictError, r"v1/core\.py"),
     ],
-)
-def test_one_bad_block_refuses_all(tree, tmp_path, bad, error, match):
-    patch = make_patch(tmp_path / "p", "p", [GOOD, bad], {"new.py": b"x = 1\n"})
+)  # fmt: skip
+def test_one_bad_block_or_file_refuses_all(tree, tmp_path, bad, files, error, match):
+    blocks = [GOOD, bad] if bad else [GOOD]
+    patch = make_patch(tmp_path / "p", "p", blocks, files)
     refused(tree, error, match, lambda: apply(tree, [patch]))
     refused(tree, error, match, lambda: check(tree, [patch]))
 
 
-def test_an_added_file_that_does_not_compile_is_refused(tree, tmp_path):
-    patch = make_patch(tmp_path / "p", "p", [GOOD], {"new.py": b"return 1\n"})
-    refused(tree, CompileError, r"new\.py", lambda: apply(tree, [patch]))
-
-
-def test_a_file_of_the_package_is_never_taken_over(tree, tmp_path):
-    patch = make_patch(tmp_path / "p", "p", [GOOD], {"v1/core.py": b"x = 1\n"})
-    refused(tree, ConflictError, r"v1/core\.py", lambda: apply(tree, [patch]))
-
-
-def test_two_patches_that_add_different_files_at_one_path_are_refused(tree, tmp_path):
-    one = make_patch(tmp_path / "p", "one", [], {"new.py": b"x = 1\n"})
-    two = make_patch(tmp_path / "p", "two", [], {"new.py": b"x = 2\n"})
-    match = r"new\.py: patches one, two"
+@pytest.mark.parametrize(
+    ("second", "match"),
+    [
+        (([], {"new.py": b"x = 2\n"}), r"new\.py: patches one, two"),
+        (([block("after", "", "x = 1", "y = 1", file="new.py")],), r"new\.py.*one"),
+    ],
+)
+def test_a_file_that_another_patch_adds_is_neither_added_otherwise_nor_changed(
+    tree, tmp_path, second, match
+):
+    one = make_patch(tmp_path / "p", "one", [], NEW)
+    two = make_patch(tmp_path / "p", "two", *second)
     refused(tree, ConflictError, match, lambda: apply(tree, [one, two]))
     apply(tree, [one])
-    refused(tree, ConflictError, match, lambda: apply(tree, [two]))
-
-
-def test_a_block_in_a_file_that_another_patch_adds_is_refused(tree, tmp_path):
-    adder = make_patch(tmp_path / "p", "adder", [], {"new.py": b"x = 1\n"})
-    inside = block("after", "", "x = 1", "y = 1", file="new.py")
-    user = make_patch(tmp_path / "p", "user", [inside])
-    match = r"new\.py"
-    refused(tree, ConflictError, match, lambda: apply(tree, [adder, user]))
-    apply(tree, [adder])
-    refused(tree, ConflictError, "adder", lambda: apply(tree, [user]))
+    refused(tree, ConflictError, "one", lambda: apply(tree, [two]))
 
 
 def edit(path: Path, old: bytes, new: bytes) -> None:
@@ -147,7 +122,8 @@ def test_edited_blocks_are_refused(tree, patches, path, old, new, match):
     chosen = [patches["beta"], patches["gamma"]]
     apply(tree, chosen)
     edit(tree.root / path, old, new)
-    refused(tree, DamagedError, match, lambda: apply(tree, chosen))
+    for work in (apply, check, diff):
+        refused(tree, DamagedError, match, lambda w=work: w(tree, chosen))
     refused(tree, DamagedError, match, lambda: revert(tree, ["beta", "gamma"]))
 
 
@@ -210,25 +186,22 @@ def test_revert_leaves_no_file_that_does_not_compile(tree, tmp_path):
     assert (tree.root / "scheduler.py").read_bytes() == expected
 
 
-def test_an_edited_file_that_another_patch_needs_stays(tree, patches):
-    apply(tree, [patches["alpha"], patches["beta"]])
-    edit(tree.root / "v1/new/records.py", b"VALUES", b"OTHER")
-
-    def work() -> None:
-        revert(tree, ["beta"], discard_edits=True)
-
-    refused(tree, DamagedError, "added by patch alpha.beta", work)
-    revert(tree, ["alpha", "beta"], discard_edits=True)
-
-
-def test_lines_that_were_replaced_and_are_lost_are_never_guessed(tree, patches):
-    apply(tree, [patches["gamma"]])
-    edit(tree.root / "scheduler.py", b"# WAS: ", b"# was: ")
-
-    def work() -> None:
-        revert(tree, ["gamma"], discard_edits=True)
-
-    refused(tree, DamagedError, "lost lines that it replaced", work)
+@pytest.mark.parametrize(
+    ("names", "path", "old", "new", "match"),
+    [
+        # Another patch needs the file.
+        (["alpha", "beta"], "v1/new/records.py", b"VALUES", b"OTHER",
+         "added by patch alpha.beta"),
+        # Lines that were replaced and are lost are never guessed.
+        (["gamma"], "scheduler.py", b"# WAS: ", b"# was: ",
+         "lost lines that it replaced"),
+    ],
+)  # fmt: skip
+def test_not_every_edit_can_be_discarded(tree, patches, names, path, old, new, match):
+    apply(tree, [patches[name] for name in names])
+    edit(tree.root / path, old, new)
+    work = partial(revert, tree, names[-1:], discard_edits=True)
+    refused(tree, DamagedError, match, work)
 
 
 def test_an_edited_block_of_another_patch_stays_as_it_is(tree, patches):
@@ -276,33 +249,6 @@ def test_half_a_block_of_ours_is_refused_with_its_line(
     assert len(damaged) == 1 and re.search(match, damaged[0])
 
 
-@pytest.mark.parametrize("foreign", FOREIGN)
-@pytest.mark.parametrize(
-    ("anchor", "after"), [("BEGIN alpha:b0", 1), ("END gamma:b0", 0)]
-)
-def test_a_foreign_block_just_inside_of_ours_is_left_when_ours_goes(
-    tree, patches, foreign, anchor, after
-):
-    """As an inserter does that knows statements and no comments."""
-    names = ["alpha", "gamma"]
-    place = tree.root / "scheduler.py"
-    lines = [foreign[0], "v1 = 1", foreign[1]]
-    apply(tree, [patches[name] for name in names])
-    text = place.read_text().splitlines()
-    at = next(n for n, line in enumerate(text) if anchor in line) + after
-    text[at:at] = [f"        {line}" for line in lines] if after else lines
-    place.write_text("\n".join(text) + "\n")
-    assert {status(tree, patches.values())[name].state for name in names} <= {
-        "applied",
-        "outdated",
-    }
-    revert(tree, names)
-    left = place.read_text().splitlines()
-    assert [line.strip() for line in left if line.strip() in lines] == lines
-    own = [line for line in left if line.strip() not in lines]
-    assert own == FILES["scheduler.py"].decode().splitlines()
-
-
 V1 = """{begin}
 {indent}import time as _v1
 {indent}{end}"""
@@ -348,14 +294,6 @@ def test_a_foreign_patch_survives_whatever_comes_and_goes(
         apply(tree, chosen)
     revert(tree, names, patches, discard_edits=True)
     assert snapshot(tree.root) == before
-
-
-def test_edits_outside_the_blocks_are_kept(tree, patches):
-    apply(tree, [patches["gamma"]])
-    edit(tree.root / "scheduler.py", b"tokens = 0", b"tokens = 5")
-    revert(tree, ["gamma"])
-    now = (tree.root / "scheduler.py").read_bytes()
-    assert now == FILES["scheduler.py"].replace(b"tokens = 0", b"tokens = 5")
 
 
 def test_a_file_behind_a_symbolic_link_is_refused(tree, patches, tmp_path):
@@ -479,39 +417,41 @@ def test_optional_blocks_come_all_or_not_at_all(tree, tmp_path):
     refused(tree, TargetError, match, lambda: apply(tree, [patch]))
 
 
-@pytest.mark.parametrize("version", ["0.1.dev1+gabc", "0.0.0", "dev", "0.40.0"])
-def test_a_build_that_knows_no_tag_counts_as_newer_than_all(tmp_path, version):
+@pytest.mark.parametrize(
+    ("version", "since", "before_version", "needed"),
+    [
+        # A build that knows no tag counts as newer than all.
+        *((v, "0.32.0", None, True) for v in ("0.1.dev1+gabc", "0.0.0", "dev", "0.40")),
+        *((v, None, "0.33", False) for v in ("0.1.dev1+gabc", "0.0.0", "dev", "0.40")),
+        ("0.17.9", "0.18", "0.19.1", False),
+        ("0.18.0rc1", "0.18", "0.19.1", True),
+        ("0.19.0", "0.18", "0.19.1", True),
+        ("0.19.1+x", "0.18", "0.19.1", False),
+    ],
+)
+def test_a_patch_is_refused_where_the_package_needs_none(
+    tmp_path, version, since, before_version, needed
+):
+    given = {"since": since, "before_version": before_version}
+    ranges = {key: value for key, value in given.items() if value}
+    patch = make_patch(tmp_path / "p", "p", [GOOD], **ranges)
     tree = versioned(tmp_path, version)
-    newer = make_patch(tmp_path / "p", "newer", [GOOD], since="0.32.0")
-    older = make_patch(tmp_path / "p", "older", [GOOD], before_version="0.33")
-    assert apply(tree, [newer]).changes
-    refused(tree, TargetError, "needed before", lambda: apply(tree, [older]))
+    if needed:
+        assert apply(tree, [patch]).changes
+    else:
+        since = f"from {since} on and " if since else ""
+        match = f"p is needed {since}before {before_version} only, and this is demo "
+        match = re.escape(match + version)
+        refused(tree, TargetError, match, lambda: apply(tree, [patch]))
 
 
-def test_a_patch_is_refused_where_the_package_needs_none(tmp_path):
-    patch = make_patch(
-        tmp_path / "p", "p", [GOOD], since="0.18", before_version="0.19.1"
-    )
-    for number, (version, needed) in enumerate(
-        [("0.17.9", False), ("0.18.0rc1", True), ("0.19.0", True), ("0.19.1+x", False)]
-    ):
-        text = f"version = '{version}'\n".encode()
-        tree = make_tree(tmp_path / str(number), FILES | {"_version.py": text})
-        if needed:
-            assert apply(tree, [patch]).changes
-        else:
-            match = r"p is needed from 0\.18 on and before 0\.19\.1 only, and this is "
-            match += re.escape(f"demo {version}")
-            refused(tree, TargetError, match, lambda t=tree: apply(t, [patch]))
-    (tree.root / "_version.py").unlink()
-    bare = Tree(tree.root)
-    refused(bare, TargetError, "depends on the version", lambda: apply(bare, [patch]))
-
-
-def test_a_patch_without_ranges_needs_no_version(tmp_path):
+def test_a_version_is_needed_for_a_patch_with_a_range_alone(tmp_path):
     files = {path: text for path, text in FILES.items() if path != "_version.py"}
     tree = make_tree(tmp_path, files)
     assert tree.version is None
+    ranged = make_patch(tmp_path / "p", "ranged", [GOOD], since="0.18")
+    match = "depends on the version"
+    refused(tree, TargetError, match, lambda: apply(tree, [ranged]))
     assert apply(tree, [make_patch(tmp_path / "p", "p", [GOOD])]).changes
 
 
@@ -559,11 +499,6 @@ def test_a_package_in_an_archive_is_refused_and_no_other_taken(tmp_path, monkeyp
         find_package("zipped_demo", [other.root.parent])
 
 
-def test_every_refusal_derives_from_one_class():
-    errors = [AnchorError, CompileError, ConflictError, DamagedError, TargetError]
-    assert all(issubclass(error, BlockPatchError) for error in errors)
-
-
 MAP = b"""class Map:
     def __init__(self):
         self._cache = {}
@@ -581,32 +516,16 @@ class Pool:
 @pytest.mark.parametrize(
     ("path", "more", "said"),
     [
-        (
-            "map.py",
-            b"\n    def many(self, m):\n        self.cached._cache |= m\n",
-            "many",
-        ),
-        ("map.py", b"\n\ndef f(m, k):\n    del m._cache[k]\n", "map.py:15: f uses"),
-        ("map.py", b"\n\nvars(Map())['_cache'] = {}\n", "the module uses _cache"),
-        (
-            "map.py",
-            b"\n    def reset(self):\n        self.cached = 1\n",
-            "Pool.reset may c",
-        ),
-        (
-            "more.py",
-            b"def f(pool):\n    pool.cached._cache.clear()\n",
-            "more.py:2: f uses",
-        ),
-        ("more.py", b"def f(pool):\n    pool.cached = {}\n", "more.py:2: f may change"),
-        (
-            "more.py",
-            b"def f(pool, k):\n    pool.cached[k] = 1\n",
-            "f may change cached",
-        ),
-        ("more.py", b"def f(pool):\n    pool.cached.many()\n", "f may change cached"),
-        ("more.py", b"def f(pool):\n    m = pool.cached\n", "f may change cached"),
-        ("map.py", b"\n\nclass Other(Map):\n    pass\n", "Other uses Map"),
+        ("map.py", "\n    def many(self, m):\n        self.cached._cache |= m", "many"),
+        ("map.py", "\n\ndef f(m, k):\n    del m._cache[k]", "map.py:15: f uses"),
+        ("map.py", "\n\nvars(Map())['_cache'] = {}", "the module uses _cache"),
+        ("map.py", "\n    def reset(self):\n        self.cached = 1", "Pool.reset m"),
+        ("more.py", "def f(pool):\n    pool.cached._cache.clear()", "more.py:2: f u"),
+        ("more.py", "def f(pool):\n    pool.cached = {}", "more.py:2: f may change"),
+        ("more.py", "def f(pool, k):\n    pool.cached[k] = 1", "f may change cached"),
+        ("more.py", "def f(pool):\n    pool.cached.many()", "f may change cached"),
+        ("more.py", "def f(pool):\n    m = pool.cached", "f may change cached"),
+        ("map.py", "\n\nclass Other(Map):\n    pass", "Other uses Map"),
     ],
 )
 def test_a_use_that_a_patch_does_not_know_is_refused(tree, tmp_path, path, more, said):
@@ -634,8 +553,8 @@ def test_a_use_that_a_patch_does_not_know_is_refused(tree, tmp_path, path, more,
     assert apply(tree, [patch]).changes == ()
     revert(tree, ["seer"])
     assert snapshot(tree.root) == before
-    with (tree.root / path).open("ab") as file:
-        file.write(more)
+    with (tree.root / path).open("a") as file:
+        file.write(f"{more}\n")
     refused(tree, TargetError, said, lambda: check(tree, [patch]))
     assert "unseen" in status(tree, [patch])["seer"].misfit
 

@@ -255,30 +255,6 @@ def test_sorted_groups_move_the_same_blocks_in_as_few_groups_as_there_can_be(gro
     run()
 
 
-UP = list(range(250))
-DOWN = UP[::-1]
-INTERLEAVED = UP[::2] + UP[1::2]
-
-
-@pytest.mark.parametrize(
-    ("source", "target", "groups"),
-    [
-        (UP, UP, (1, 1)),
-        (DOWN, DOWN, (250, 1)),
-        (INTERLEAVED, INTERLEAVED, (250, 1)),
-        (DOWN[150:] + UP[150:], DOWN[150:] + UP[150:], (101, 2)),
-        # Nobody can merge these.
-        (UP, DOWN, (250, 250)),
-    ],
-    ids=["up", "down", "interleaved", "both", "opposite"],
-)
-def test_descending_blocks_are_as_few_groups_as_ascending_ones(
-    groupings, source, target, groups
-):
-    found = [len(grouping(source, target)[0]) for grouping in groupings]
-    assert tuple(found) == groups
-
-
 def test_what_no_caller_may_pass_is_refused_as_before_and_nothing_is_no_group(
     groupings,
 ):
@@ -289,52 +265,12 @@ def test_what_no_caller_may_pass_is_refused_as_before_and_nothing_is_no_group(
                 grouping(source, target)
 
 
-PATCH = patcher.load_patch(PATCHES / "block_pool_delta_listener")
-MUTATING = {"pop", "popitem", "clear", "update", "setdefault"}
-
-
-def writers(module: ast.Module, attribute: str) -> set[str]:
-    """Methods that bind `.attribute`, or change the dict that it is."""
-
-    def is_it(node: ast.AST) -> bool:
-        return isinstance(node, ast.Attribute) and node.attr == attribute
-
-    def writes(node: ast.AST) -> bool:
-        if isinstance(node, ast.Attribute) and is_it(node.value):
-            return node.attr in MUTATING
-        if isinstance(node, ast.Subscript) and is_it(node.value):
-            return not isinstance(node.ctx, ast.Load)
-        return is_it(node) and not isinstance(node.ctx, ast.Load)
-
-    return {
-        f"{owner.name}.{method.name}"
-        for owner in module.body
-        if isinstance(owner, ast.ClassDef)
-        for method in owner.body
-        if isinstance(method, ast.FunctionDef)
-        if any(writes(node) for node in ast.walk(method))
-    }
+PATCH = ALL["block_pool_delta_listener"]
 
 
 @pytest.mark.parametrize("release", PATCH.tested(TESTED))
 def test_keys_enter_and_leave_only_where_the_patch_listens(installed_vllm, release):
-    """Also on the release whose pool cannot be run here."""
-    package = package_of(release)
-    block_pool = package / "v1/core/block_pool.py"
-    module = ast.parse(block_pool.read_bytes())
-    own_map = "BlockHashToBlockMap."
-    assert {name for name in writers(module, "_cache") if name.startswith(own_map)} == {
-        f"{own_map}{method}" for method in ("__init__", "insert", "pop")
-    }
-    assert writers(module, "cached_block_hash_to_block") - {
-        # Through the map's own methods.
-        "BlockPool._maybe_evict_cached_block",
-        "BlockPool._remove_cached_block_hashes",
-    } == {"BlockPool.__init__", "BlockPool.reset_prefix_cache"}
-    names = (b"BlockHashToBlockMap", b"cached_block_hash_to_block._cache")
-    others = {
-        str(path.relative_to(package))
-        for path in package.rglob("*.py")
-        if path != block_pool and any(name in path.read_bytes() for name in names)
-    }
-    assert others == set()
+    """In the whole package, of which other tests have a part."""
+    names = {only.name for only in PATCH.only}
+    assert names == {"_cache", "cached_block_hash_to_block", "BlockHashToBlockMap"}
+    assert patcher.check(Tree(package_of(release), only_read=True), [PATCH]).changes

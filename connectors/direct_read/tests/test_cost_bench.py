@@ -121,16 +121,9 @@ def test_too_little_to_say_anything_is_refused(arguments):
 
 @pytest.mark.long
 def test_a_small_run_serves_what_is_asked_for_and_writes_it_down(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "kvtax",
-        "bench",
-        "direct_read_cost",
-        "--rounds",
-        "6",
-    ]
-    command += ["--steps", "200", "--blocks", "8192", "--out", tmp_path / "cost.md"]
+    command = [sys.executable, "-m", "kvtax", "bench", "direct_read_cost"]
+    command += ["--rounds", "6", "--steps", "200", "--blocks", "8192"]
+    command += ["--out", tmp_path / "cost.md"]
     subprocess.run(command, cwd=REPOSITORY, check=True)
     found = json.loads((tmp_path / "cost.json").read_text())
     (size,) = found["sizes"]

@@ -108,16 +108,17 @@ def test_other_kv_caches_are_refused(says, specs):
         settings(*specs)
 
 
-@pytest.mark.parametrize("name", ["DIRECT_READ_SECRET", "PYTHONHASHSEED"])
-def test_what_the_environment_lacks_is_said(name, monkeypatch):
-    monkeypatch.delenv(name)
-    with pytest.raises(ValueError, match=name):
-        settings()
-
-
-def test_a_short_secret_is_refused(monkeypatch):
-    monkeypatch.setenv("DIRECT_READ_SECRET", "fifteen bytes..")
-    with pytest.raises(ValueError, match="at least 16 bytes"):
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("DIRECT_READ_SECRET", None, "DIRECT_READ_SECRET"),
+        ("DIRECT_READ_SECRET", "fifteen bytes..", "at least 16 bytes"),
+        ("PYTHONHASHSEED", None, "PYTHONHASHSEED"),
+    ],
+)
+def test_what_the_environment_lacks_is_said(name, value, says, monkeypatch):
+    monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
+    with pytest.raises(ValueError, match=says):
         settings()
 
 
