@@ -468,7 +468,7 @@ def test_every_host_on_kubernetes_measures_one_task_at_a_time():
 
 
 def test_the_image_has_the_checkout_where_the_cluster_looks_for_it():
-    assert "COPY . /kvtax" in DOCKERFILE
+    assert "git clone -q /kvtax.git /kvtax\n" in DOCKERFILE
     assert "PATH=/kvtax/.venv/bin:" in DOCKERFILE
 
 

@@ -48,7 +48,7 @@ DELAYS_US = (0.0, 200.0, 500.0, 1_000.0, 2_000.0)
 MODES = ("sync", "async")
 DELAYING = {
     "kv_connector": "DelayingConnector",
-    "kv_connector_module_path": "studies.exposure.connector",
+    "kv_connector_module_path": "studies.exposure.known_work",
     "kv_role": "kv_both",
 }
 CONFIGS = [FLOOR, "mooncake_both", "mooncake_both_hash_sync", "mooncake_both_fixed"]

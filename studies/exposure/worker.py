@@ -19,8 +19,7 @@ from typing import Literal
 from kvtax.engine.engine_process import serve
 from kvtax.engine.null_engine import BLOCK_SIZE, NullEngine
 from kvtax.stats.quantiles import tpot_of
-from studies import busy_python
-from studies.exposure.connector import DELAY_US
+from studies.exposure.known_work import DELAY_US, start_in_last_rank, stop
 
 FILLING_TOKENS = 256 * BLOCK_SIZE
 POLL_S = 0.0005
@@ -82,12 +81,12 @@ def load(
     recorder = bench.engine.core._kvtax_recorder
     first_step = recorder.next_step_id
     ranks = bench.engine.core.model_executor
-    ranks.collective_rpc(busy_python.start_in_last_rank, args=(busy,))
+    ranks.collective_rpc(start_in_last_rank, args=(busy,))
     try:
         tokens_s, arrival_s = serve_all(bench, due_s, prompt_tokens, output_tokens)
     finally:
         # Otherwise the thread would keep a process alive that has failed.
-        ranks.collective_rpc(busy_python.stop)
+        ranks.collective_rpc(stop)
     DELAY_US.update(dict.fromkeys(DELAY_US, 0.0))
     ttft_ms = [1e3 * (tokens_s[one][0] - at) for one, at in arrival_s.items()]
     tpot_s = [tpot_of(one[0], one[-1], len(one)) for one in tokens_s.values()]

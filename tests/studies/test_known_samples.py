@@ -17,7 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvtax_fleet.analyze.comparison import Paired
 from kvtax_fleet.launch.instance_settings import read_instance_settings
-from kvtax_fleet.paths import CONFIGS
+from kvtax_fleet.paths import CONFIGS, FLEET
+from kvtax_fleet.policies.decision import HEAVY_ABOVE_TOKENS, HUGE_ABOVE_TOKENS
+from kvtax_fleet.trace import read_trace
 
 from kvtax.axes.cell import Measured
 from kvtax.records import RecordsError
@@ -33,7 +35,7 @@ from studies.exposure.bench import Cell, Measurement
 from studies.harness import STUDIES, committed
 from studies.observatory import __main__ as observatory
 from studies.questions.__main__ import compared, earlier, levels, survivor, verdict
-from studies.reference_study import forward
+from studies.reference_study import forward, sample
 from studies.reference_study.__main__ import (
     AGREES_WITHIN,
     CAUSES,
@@ -42,6 +44,7 @@ from studies.reference_study.__main__ import (
     _framework,
     agrees,
 )
+from studies.reference_study.population import sampled_requests
 
 
 @pytest.fixture(autouse=True)
@@ -400,3 +403,38 @@ def test_sources_that_take_a_tenth_more_at_all_levels_are_a_ratio_of_1_1():
     )
     found = observatory.ratio(sources, build, "cache")
     assert (found.value, *found.ci95) == pytest.approx((1.1, 1.1, 1.1))
+
+
+# reference_study: the twin of its sample has its figures.
+
+
+def test_the_committed_trace_is_the_sample():
+    trace = FLEET / "traces" / "study_sample.jsonl.xz"
+    assert list(read_trace(trace)) == sampled_requests()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [42, 0, 1])
+def test_every_figure_is_within_its_tolerance(seed):
+    """Of other seeds the first 200 are another draw of the same population."""
+    found = sample.figures(sampled_requests(seed))
+    held = [figure for figure in found if figure.tolerance is not None]
+    assert len(held) == len(found) - 1
+    off = {
+        (figure.population, figure.name): figure.here
+        for figure in held
+        if abs(figure.here - figure.study) > figure.tolerance
+        and (seed == 42 or figure.population != sample.FIRST)
+    }
+    assert off == {}
+
+
+@pytest.mark.parametrize("seed", [42, 0, 1])
+def test_each_fifth_has_the_same_classes_but_for_chance_and_growth(seed):
+    new = sample.new_tokens(sampled_requests(seed))
+    for first in range(0, 1_000, 200):
+        part = new[first : first + 200]
+        huge = sum(tokens > HUGE_ABOVE_TOKENS for tokens in part) / 200
+        heavy = sum(tokens > HEAVY_ABOVE_TOKENS for tokens in part) / 200
+        assert 0.1 < huge < 0.22
+        assert 0.35 < heavy < 0.55

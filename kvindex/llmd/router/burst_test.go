@@ -19,7 +19,7 @@ import (
 	"sigs.k8s.io/gateway-api-inference-extension/pkg/epp/framework/interface/scheduling"
 )
 
-// The load is that of kvbench's first burst (kvindex/bench/load.go): 64 readers ask at
+// The load is that of kvbench's first burst (kvindex/bench/trial.go): 64 readers ask at
 // once for prompts of 263 blocks, while 40 pods publish.
 const (
 	readers        = 64

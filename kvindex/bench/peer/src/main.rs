@@ -3,7 +3,7 @@
 //! The concurrent radix tree of dynamo-kv-router under kvbench's load.
 //!
 //! `dynbench KIND name=value ...` runs one trial and prints its result as JSON. Kinds,
-//! arguments, load and result are those of `kvbench trial` (../load.go, ../trial.go).
+//! arguments, load and result are those of `kvbench trial` (../trial.go).
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
