@@ -183,8 +183,11 @@ def test_a_schema_has_words_of_the_glossary():
     assert foreign == {}, "use the glossary's words, or add a term to it"
 
 
-def test_the_readme_stays_short():
+def test_the_readme_and_all_pages_stay_short():
     assert len((REPOSITORY / "README.md").read_text().split()) <= 700
+    pages = [*documents(), *REPOSITORY.glob(EXEMPT[0])]
+    assert len(pages) <= 30
+    assert sum(len(page.read_text().split()) for page in pages) <= 70_000
 
 
 def test_each_door_answers_in_its_first_section():

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -383,17 +384,21 @@ def _beside(claim: Claim, cell: CellRecord, along: Growth, other: CellRecord) ->
 
 
 def _reasons(cells: Cells) -> Table | None:
-    failed = [cell for cell in cells.values() if cell.error]
+    alike: dict[tuple[str, str], dict[str, str]] = {}
+    for (release, connector), cell in sorted(cells.items()):
+        if error := cell.error:
+            message = re.sub(r" \([^()]+:\d+\)$", "", error)
+            alike.setdefault((connector, message), {})[release] = error
     rows: list[list[Cell]] = [
         [
-            _short(cell.connector),
-            cell.release,
-            (cell.error or "").replace("`", "'")[:300],
+            _short(connector),
+            ", ".join(errors),
+            list(errors.values())[-1].replace("`", "'")[:300],
         ]
-        for cell in sorted(failed, key=lambda cell: (cell.connector, cell.release))
+        for (connector, _), errors in sorted(alike.items())
     ]
-    note = "What vLLM said, and the line that refused."
-    head = ["connector", "release", "reason"]
+    note = "What vLLM said, and the line that refused in the last release of each row."
+    head = ["connector", "releases", "reason"]
     return _table("What does not start", note, head, rows)
 
 

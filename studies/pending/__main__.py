@@ -70,6 +70,8 @@ class Row(msgspec.Struct):
 
 
 Samples = dict[tuple[str, str], list[Floats]]
+# Those that no page shows by a mark of tools.figures.
+SHOWN = ("keys", "transfers")
 COLUMNS = {
     "what": "{row.what}",
     "level": "{row.level}",
@@ -257,11 +259,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def figure(result: dict[str, Any]) -> str:
-    """Return the table of what docs/answers.md does not show."""
+    """Return the table of the parts that are SHOWN."""
     rows = msgspec.convert(result["rows"], list[Row])
-    return rows_table(
-        [r for r in rows if r.what.startswith(("UMBP", "MoRIIO"))], COLUMNS
-    )
+    return rows_table([row for row in rows if row.part in SHOWN], COLUMNS)
 
 
 if __name__ == "__main__":
