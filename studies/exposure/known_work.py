@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What takes a known time in an engine: methods of a connector, and a Python thread.
+"""Known work in an engine: in methods of a connector, and in a Python thread.
 
 The connector is loaded into the engine of the same process, which sets DELAY_US. The
 thread keeps the GIL of its process busy, as a detokeniser may.
