@@ -73,7 +73,6 @@ def _instances_of(content: Any) -> list[Instance]:
 
 
 def _table_of(instance: Any) -> Any:
-    """Complete an instance: a name, and a URL without a slash at its end."""
     table = {"url": instance} if isinstance(instance, str) else instance
     if not isinstance(table, dict) or not isinstance(table.get("url"), str):
         return table

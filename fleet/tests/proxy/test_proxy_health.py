@@ -372,6 +372,23 @@ async def test_an_instance_whose_fast_streams_fail_gets_few_requests(monkeypatch
 
 
 @pytest.mark.slow
+async def test_an_instance_that_fails_other_paths_is_an_outlier_there_too(monkeypatch):
+    monkeypatch.setattr(health, "MIN_OUT_S", 60)
+    engines = [Engine(serves=500), Engine(), Engine()]
+    async with before(*engines) as client:
+        sent = [await client.send("/v1/embeddings") for _ in range(30)]
+        assert {status for status, _ in sent} == {200}
+        assert await client.ejected() == ["a"]
+        assert len(engines[0].ranks) == health.SUSPECT_FAILURES
+        for engine in engines:
+            engine.serves = 500
+        before_one = sum(len(engine.ranks) for engine in engines)
+        assert (await client.send("/v1/embeddings"))[0] == 500
+        # One more is tried, lest a fault of all multiplies what they have to do.
+        assert sum(len(engine.ranks) for engine in engines) == before_one + 2
+
+
+@pytest.mark.slow
 async def test_a_suspect_gets_nothing_until_another_has_answered_for_it(monkeypatch):
     """A fast failure would be the least loaded until then."""
     monkeypatch.setattr(health, "MIN_OUT_S", 60)

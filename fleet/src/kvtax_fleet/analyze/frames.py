@@ -242,6 +242,5 @@ def same_requests(arms: pl.DataFrame) -> tuple[str, pl.DataFrame]:
 
 
 def _in_all(requests: pl.DataFrame, runs: int) -> pl.DataFrame:
-    """Select the requests whose id is in all of the `runs`."""
     seen = pl.struct("arm", "repeat").n_unique().over("id")
     return requests.filter(seen == runs)

@@ -286,7 +286,6 @@ def router_notes(results: FleetAnalysis) -> list[str]:
 
 
 def _phase_tables(results: FleetAnalysis) -> Iterator[Table]:
-    """Yield the phases of offloads, as each clock saw them."""
     found = {arm: e.offloads for arm, e in results.arms.items() if e.offloads}
     proxy = {arm: offloads.phases_ms for arm, offloads in found.items()}
     engines = {arm: offloads.engine_phases_ms for arm, offloads in found.items()}

@@ -101,7 +101,6 @@ def _levels(
     requests: pl.DataFrame,
     draws: SessionDraws,
 ) -> dict[str, Levels]:
-    """Compute quantiles of each phase, of requests that the replayer sent."""
     frame = pl.DataFrame(rows, schema=KEY | dict.fromkeys(phases, pl.Float64))
     own = frame.join(requests, on=list(KEY))
     return {
@@ -190,7 +189,6 @@ def _engine_phases(p: _Engine, d: _Engine, request_id: str) -> dict[str, float] 
 
 
 def _read_engine(folder: Path) -> _Engine | None:
-    """Read an instance's records; None if it recorded no requests or no steps."""
     requests, steps = (only_life(folder) / name for name in FILES)
     if not (requests.is_file() and steps.is_file()):
         return None

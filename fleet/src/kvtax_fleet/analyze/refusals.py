@@ -97,7 +97,6 @@ def found_warm(requests: list[ReplayedRequest]) -> str | None:
 
 
 def _totals(runs: list[ArmRun]) -> list[str]:
-    """List the sums that must agree in all runs and do not."""
     sums = {
         "requests": lambda one: 1,
         "requests that did not end ok": lambda one: one.status != "ok",

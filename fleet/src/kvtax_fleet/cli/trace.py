@@ -182,7 +182,6 @@ def _add_skip_unusable(parser: argparse.ArgumentParser) -> None:
 
 
 def _print_left_out(arguments: argparse.Namespace) -> None:
-    """Print how many lines were left out, and why, to stderr."""
     from kvtax_fleet.trace.log import explain
 
     if arguments.left_out:

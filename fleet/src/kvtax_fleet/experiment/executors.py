@@ -113,7 +113,6 @@ def _check_real(experiment: Experiment) -> None:
 
 
 def _prepare_programs(experiment: Experiment) -> None:
-    """Build and install routers and indexes of the arms. Raises ServerError."""
     arms = experiment.arms.values()
     for state in {arm.cache_state for arm in arms} & INDEXES.keys():
         kvindexd.build(INDEXES[state])

@@ -185,7 +185,6 @@ def _tasks(runs: Sequence[PlannedRun]) -> Iterator[list[PlannedRun]]:
 def _make_there(
     folder: Path, experiment: Experiment, runs: list[PlannedRun], trace: bytes
 ) -> None:
-    """Fill the runs' folders below `folder`."""
     moved = [replace(run, folder=folder / run.run.name) for run in runs]
     with tempfile.TemporaryDirectory() as aside:
         (file := Path(aside) / TRACE).write_bytes(trace)
@@ -201,7 +200,6 @@ def _connector(run: PlannedRun) -> str:
 def _cell(
     experiment: Experiment, trace: Path, workshop: Workshop, planned_run: PlannedRun
 ) -> tuple[Cell, dict[str, str]]:
-    """Make the run's cell, and the environment of the process for it."""
     run = planned_run.run
     # No socket gets the events.
     wanted = replace(experiment.fleet_spec(run.arm), kv_events=False)

@@ -82,7 +82,6 @@ def kvindexd(
 
 
 def _answers(process: Supervised, path: Path) -> bool:
-    """Return whether the service listens before the deadline."""
     deadline = time.monotonic() + READY_DEADLINE_S
     while process.poll() is None and time.monotonic() < deadline:
         with socket.socket(socket.AF_UNIX) as probe:

@@ -92,7 +92,6 @@ def check_spec(spec: FleetSpec) -> None:
 
 
 def _instance(spec: FleetSpec, index: int, ports: Ports, sockets: Path) -> Instance:
-    """Describe the instance as its clients see it."""
     transfer = spec.connector.transfer
     role = spec.roles[index]
     bootstrap = f"http://{LOOPBACK}:{ports.bootstrap}"

@@ -201,7 +201,6 @@ def decide_linear(
 
 
 def _overloaded(candidate: Candidate, among: list[Candidate], factor: float) -> bool:
-    """Return whether its ongoing tokens are above `factor` times the mean."""
     total = sum(other.ongoing_tokens for other in among)
     return candidate.ongoing_tokens * len(among) > factor * total
 

@@ -91,7 +91,6 @@ def _prefill_apart(
 def _least_prefill(
     request: RequestInfo, pool: list[Candidate], snapshot: Snapshot
 ) -> Candidate:
-    """Return the instance that would finish the prompt's prefill first."""
     work = [
         float(candidate.pending_prefill_tokens + new_tokens(request, candidate))
         for candidate in pool
@@ -262,7 +261,6 @@ def decide_migrate(
 def _move_reason(
     request: RequestInfo, snapshot: Snapshot, parameters: MigrateParameters
 ) -> str | None:
-    """Return why the session should leave its instance, if it should."""
     if 0 < parameters.every_turns <= snapshot.pinned_turns:
         return f"{snapshot.pinned_turns} turns there"
     if snapshot.pinned_at_tokens is not None:

@@ -189,7 +189,6 @@ def _is_given_up(choice: _Choice) -> bool:
 
 
 def _counts_none(data: bytes) -> bool:
-    """Return whether the stream's last event counts no token."""
     try:
         last = _decode_last(data.removeprefix(_DATA))
     except UNREADABLE:

@@ -250,7 +250,6 @@ class Core(Generic[Payload]):
     def _choose(
         self, exchange: Exchange[Payload], attempt: int, without: set[str]
     ) -> None:
-        """Choose an instance and note it in the exchange. Raises NoInstance."""
         request = exchange.end, exchange.body, exchange.cached_tokens, attempt
         without = without | exchange.lacking
         exchange.route = route = self.router.route(*request, without)
@@ -277,11 +276,11 @@ class Core(Generic[Payload]):
                 suspect = self.health.failed(failure, model, sender)
                 if not is_last and self._is_moved(exchange, failure, suspect):
                     return False
-                self._judge(exchange, name, self.health.clear)
+                self._judge(exchange, name, well=False)
                 raise
             if answer.good:
                 self.health.begun(name, model)
-                self._judge(exchange, name, self._mark_outlier)
+                self._judge(exchange, name, well=True)
                 await self._relay(exchange, answer)
                 return True
             suspect = self.health.answered(name, model, sender, well=False)
@@ -292,7 +291,7 @@ class Core(Generic[Payload]):
                 if self._is_moved(exchange, refusal, suspect):
                     answer.close()
                     return False
-            self._judge(exchange, name, self.health.clear)
+            self._judge(exchange, name, well=False)
             await self._relay(exchange, answer)
             return True
 
@@ -329,16 +328,10 @@ class Core(Generic[Payload]):
                 return True
         return False
 
-    def _judge(
-        self,
-        exchange: Exchange[Payload],
-        name: str,
-        verdict: Callable[[str, str | None], None],
-    ) -> None:
+    def _judge(self, exchange: Exchange[Payload], name: str, well: bool) -> None:
         """Pass a verdict on the instances after which `name` has answered."""
-        for failed in exchange.failed:
-            if failed != name:
-                verdict(failed, exchange.body.model)
+        failed = [other for other in exchange.failed if other != name]
+        self.health.judge(failed, exchange.body.model, well)
         self._end_doubts(exchange)
 
     def _doubt(self, exchange: Exchange[Payload], name: str) -> None:
@@ -350,12 +343,7 @@ class Core(Generic[Payload]):
         self._doubted -= Counter(exchange.failed)
         exchange.failed.clear()
 
-    def _mark_outlier(self, name: str, model: str | None) -> None:
-        why = "it fails requests that another has answered"
-        self.health.mark_outlier(name, model, why)
-
     async def _relay(self, exchange: Exchange[Payload], answer: Answer) -> None:
-        """Send the answer to the client, and note how it has ended."""
         name, end = exchange.route.decision.instance, exchange.end
         try:
             await relay(exchange, answer, lambda: self.stopping, self._now_ns())
@@ -428,7 +416,6 @@ class Core(Generic[Payload]):
             self.health.clear(suspect, copy.body.model)
 
     async def _request(self, exchange: Exchange[Payload]) -> Answer:
-        """Return the instance's answer, once its first byte is here."""
         decision = exchange.route.decision
         d = self.instances[decision.instance]
         if decision.prefill is not None:

@@ -204,8 +204,7 @@ class Health:
     def answered(self, name: str, model: str | None, sender: str, well: bool) -> bool:
         """Note a whole answer. Return whether a failed one makes the instance suspect.
 
-        Then another instance should answer the request: `mark_outlier` or `clear`
-        follows.
+        Then another instance should answer the request, and `judge` follows.
         """
         states = self._both(name, model)
         for state in states:
@@ -244,6 +243,15 @@ class Health:
         for state in self._both(name, model):
             state.clear()
 
+    def judge(self, failed: Iterable[str], model: str | None, well: bool) -> None:
+        """Pass a verdict on suspects in whose place another has answered."""
+        for name in failed:
+            if well:
+                why = "it fails requests that another has answered"
+                self.mark_outlier(name, model, why)
+            else:
+                self.clear(name, model)
+
     def mark_outlier(
         self, name: str, model: str | None, why: str, to_end: bool = False
     ) -> None:
@@ -260,7 +268,6 @@ class Health:
             self._both(*key)[-1].to_end = to_end
 
     def _serves_others_well(self, name: str, model: str | None) -> bool:
-        """Return whether the last answer for another model was good."""
         return any(
             other == name and of != model and state.failed and not state.failed[-1]
             for (other, of), state in self._of_models.items()
@@ -281,7 +288,6 @@ class Health:
         return self.answered(name, model, sender, well=False)
 
     def _both(self, name: str, model: str | None) -> list[_State]:
-        """Return the states of an instance, and of a model at it if one is named."""
         own = self._state(name)
         if model is None or name not in self._states:
             return [own]
@@ -324,7 +330,6 @@ class Health:
         self._on_change(name, False)
 
     def _return(self, key: Key) -> None:
-        """Take an ejected instance back if it has been out for long enough."""
         name, model = key
         state = self._both(name, model)[-1]
         if self._now_ns() < state.back_at_ns:

@@ -210,7 +210,6 @@ class Kvindexd:
         return {name: tokens.get(name, 0) for name in self._names}
 
     async def _look_up_any(self) -> None:
-        """Look any prompt up. Raises one of ERRORS."""
         _holdings((await self._request("POST", "/v1/lookup", _ANY_PROMPT))[1])
 
     async def _read_states(self) -> dict[str, State]:
@@ -220,7 +219,6 @@ class Kvindexd:
     async def _request(
         self, method: str, path: str, body: bytes = b""
     ) -> tuple[int, bytes]:
-        """Return status and body. Raises one of ERRORS."""
         url = URL(self._url + path, encoded=True)
         async with self._session.request(method, url, data=body or None) as answer:
             text = await answer.read()

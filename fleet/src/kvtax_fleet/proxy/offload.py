@@ -204,7 +204,6 @@ class Offloader(Generic[Payload]):
         limit_s: float,
         sender: Sender,
     ) -> Answer:
-        """Return D's answer, by the protocol of D's connector."""
         if d.connector == "nixl":
             prefilled = await prefill({"do_remote_decode": True})
             return await self._decode(decode(_params_of(prefilled, p)), d)
@@ -284,7 +283,6 @@ class Offloader(Generic[Payload]):
         raise GivenUp(failure, why)
 
     async def _decode(self, decode: Awaitable[Answer], d: Instance) -> Answer:
-        """Wait for D's first byte. Raises GivenUp, or Unreachable."""
         limit_s = self._handover_timeout_s
         try:
             async with asyncio.timeout(limit_s):

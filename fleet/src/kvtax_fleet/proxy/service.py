@@ -311,31 +311,44 @@ class Proxy:
         """Let an instance of the model answer: a healthy one, the least busy first.
 
         Another is tried where one has no connection, or knows no such thing: a
-        response, say, is known where it was made. Raises Failure.
+        response, say, is known where it was made. One that fails would be the least
+        busy, so another is tried once in its place, too. Raises Failure.
         """
         body = await self._bodies.read(request)
         model = None
         with suppress(*UNREADABLE):  # which an instance answers
             model = model_of(decode_fields(body)) if body else None
         lacking = await self._served.lacking(model)
-        out, loads = self.core.health.unavailable(model), self.core.loads
+        health, loads = self.core.health, self.core.loads
+        out, failed = health.unavailable(model), list[str]()
         instances = sorted(
             (each for name, each in self.core.instances.items() if name not in lacking),
             key=lambda each: (each.name in out, loads[each.name].requests),
         )
         for left, instance in reversed(list(enumerate(reversed(instances)))):
-            with loads.flight(instance.name, 0):
+            name = instance.name
+            with loads.flight(name, 0):
                 try:
                     answer = await self._open(request, client, instance, body)
-                except Unreachable as failure:
-                    self.core.health.failed(failure, model, client.name)
-                    if left:
+                except Failure as failure:
+                    health.failed(failure, model, client.name)
+                    if left and isinstance(failure, Unreachable):
+                        continue
+                    if left and not failed and failure.instance is not None:
+                        failed.append(name)
                         continue
                     raise
                 try:
                     if answer.status == 404 and left:
                         continue
-                    await _copy(answer, client, instance.name)
+                    well = answer.status < 500
+                    if not well:
+                        health.answered(name, model, client.name, well=False)
+                    if left and not (well or failed):
+                        failed.append(name)
+                        continue
+                    health.judge(failed, model, well)
+                    await _copy(answer, client, name)
                     return
                 finally:
                     answer.close()
@@ -354,7 +367,6 @@ class Proxy:
 
 
 async def _copy(answer: HttpAnswer, client: HttpClient, name: str) -> None:
-    """Send an answer to the client as it comes. Raises Lost."""
     headers = answer.headers
     headers["X-Kvtax-Instance"] = name
     await client.begin(answer.status, headers)

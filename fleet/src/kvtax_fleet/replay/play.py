@@ -163,14 +163,12 @@ class Player:
                 group.create_task(play_slot(start_ns))
 
     def _prepare(self, sessions: list[Session], turns: int = 1) -> list[Next]:
-        """Begin to make the bodies of the sessions' first `turns`."""
         firsts = [session.turns[:turns] for session in sessions]
         made = iter(self._link.prepare(list(chain.from_iterable(firsts))))
         bodies = [deque(islice(made, len(first))) for first in firsts]
         return list(zip(sessions, bodies, strict=True))
 
     async def _start(self, bodies: list[Future[Any]]) -> int:
-        """Wait for these bodies; return the time of the start."""
         for body in bodies:
             await ready(body)
         return self._link.now_ns() + LEAD_NS
@@ -201,7 +199,6 @@ class Player:
         return end_ns
 
     def _due_ns(self, turn: Request, answered_ns: int) -> int:
-        """Return when a turn is due whose session had its last answer then."""
         if not self._options.trace_times:
             return answered_ns + self._scaled_ns(turn.think_s or 0)
         after_ns = self._scaled_ns(turn.arrival_s - self._origin_s)

@@ -162,7 +162,6 @@ def _fleet(cell: Cell, loop: VirtualLoop) -> dict[str, VirtualInstance]:
 def _workers(
     cell: Cell, loop: VirtualLoop
 ) -> MooncakeTransfers | NixlTransfers | DirectReads | None:
-    """Return the workers of the fleet's one connector, if it moves KV."""
     one = cell.members[0].instance
     links = Links(cell.transfer, one.block_tokens)
     if one.connector == "mooncake":
@@ -193,7 +192,6 @@ def _fix_chance(seed: int) -> None:
 async def _run(
     cell: Cell, folder: Path, fleet: dict[str, VirtualInstance], loop: VirtualLoop
 ) -> float:
-    """Replay the trace; return the virtual seconds that it took."""
     sessions = drawn_sessions(cell)
     check_vocabulary(sessions, cell.vocab_size)
     instances = [member.instance for member in cell.members]

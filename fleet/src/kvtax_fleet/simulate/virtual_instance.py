@@ -208,7 +208,6 @@ class VirtualInstance:
             self._wake(self.loop.now_ns())
 
     def _step(self) -> None:
-        """Do one round of EngineCoreProc's loop."""
         engine = self.engine
         engine.clock.advance_to(self.loop.now_ns())
         for request_id, request in self._inbox:

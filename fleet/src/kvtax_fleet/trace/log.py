@@ -225,7 +225,6 @@ class Log:
             yield heapq.heappop(waiting)
 
     def _call(self, row: LogRow) -> _Call:
-        """Read a line. Raises FieldError."""
         if failed(row):
             raise FieldError("the request failed")
         if went_elsewhere(row):

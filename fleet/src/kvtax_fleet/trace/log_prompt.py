@@ -166,13 +166,11 @@ class Tokens:
 
 
 def _cut(units: bytes, size: int) -> Iterator[bytes]:
-    """Yield the whole blocks."""
     for end in range(size, len(units) + 1, size):
         yield units[end - size : end]
 
 
 def _chained(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """Hash each part with all parts before it."""
     links = accumulate(parts, _link, initial=b"")
     next(links)
     return links

@@ -56,7 +56,6 @@ def _digits(vocab_size: int, block_tokens: int) -> int:
 def _blocks(
     seeds: NDArray[Any], size: int, digits: int, vocab_size: int
 ) -> NDArray[Any]:
-    """Make blocks of tokens, shape [seeds, size]."""
     base = np.uint64(vocab_size - 1)
     x = seeds[:, None] + GOLDEN * np.arange(size, dtype=np.uint64)
     x ^= x >> np.uint64(30)

@@ -173,7 +173,6 @@ def _stats(
 
 
 def _spread_of(values: NDArray[Any]) -> Spread | None:
-    """Describe a distribution, None if it is empty."""
     return _spread(values) if values.size else None
 
 
@@ -190,7 +189,6 @@ def _spread(values: NDArray[Any]) -> Spread:
 
 
 def _top_share(totals: pl.Series) -> float:
-    """Compute the few biggest sessions' share of the total."""
     return float(totals.top_k(TOP_SESSIONS).sum()) / float(totals.sum())
 
 

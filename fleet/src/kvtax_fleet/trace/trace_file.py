@@ -280,7 +280,6 @@ class Lines:
 
 
 def _unpacked(file: BufferedReader) -> BufferedIOBase:
-    """Return the file's text, packed as its first bytes show."""
     head = file.peek(len(XZ))
     if head.startswith(GZIP):
         return gzip.GzipFile(fileobj=file)
