@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
@@ -32,6 +33,8 @@ SURVIVOR_DEADLINE_S = 60.0
 # The first Mooncake that reports no write over TCP done whose bytes are under way. Of
 # writes by 0.3.10 to 0.3.11.post1 96 % were (747 of 780), of later ones none of 520.
 FIRST_HONEST_VERSION = (0, 3, 12)
+# The module that loads a package's libraries.
+NATIVE = {"mooncake": "mooncake.engine", "nixl": "nixl._api"}
 
 
 class PreflightError(Exception):
@@ -136,8 +139,20 @@ def check_connector(
         except ModuleNotFoundError as error:
             remedy = "run bash setup.sh" if installed.is_ours else "install it there"
             raise PreflightError(f"{error}: {remedy}") from None
+        if reason := _load_error(installed.python, connector.package):
+            raise PreflightError(f"{connector.package} cannot be loaded: {reason}")
     if connector.package == "mooncake":
         require_honest_transfers(installed)
+
+
+@functools.cache
+def _load_error(python: str, package: str) -> str | None:
+    """Return why the package's libraries cannot be loaded, None if they can."""
+    if package not in NATIVE:
+        return None
+    command = [python, "-B", "-c", f"import {NATIVE[package]}"]
+    done = subprocess.run(command, cwd="/", capture_output=True, text=True)
+    return done.stderr.strip().rpartition("\n")[2] if done.returncode else None
 
 
 def require_honest_transfers(installed: Installation | None = None) -> None:

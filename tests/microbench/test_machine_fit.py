@@ -152,7 +152,7 @@ def test_all_reasons_are_said_at_once(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_what_stops_vllm_and_what_stops_several_configs_is_said_once_each(tmp_path):
-    # vLLM's server needs the one, the writes of Mooncake's check the other.
+    # vLLM's server needs the one, Mooncake's engine the other.
     for library in ("libtcmalloc_minimal.so.4", "libibverbs.so.1"):
         (tmp_path / library).touch()
     both = ("--only", "mooncake_both", "--only", "mooncake_producer")
@@ -160,7 +160,10 @@ def test_what_stops_vllm_and_what_stops_several_configs_is_said_once_each(tmp_pa
     assert done.returncode == 3
     of_vllm, of_both = [e for e in done.stderr.splitlines() if e[:4] == "  - "]
     assert "setup.sh" in of_vllm and "libtcmalloc_minimal.so.4" in of_vllm
-    assert of_both.startswith("  - mooncake_both, mooncake_producer: ")
+    assert of_both.startswith(
+        "  - mooncake_both, mooncake_producer: mooncake cannot be"
+    )
+    assert "libibverbs.so.1" in of_both
 
 
 OLD = "0, Tesla V100, 16384, 9000, 470.82.01, 7.0"

@@ -103,7 +103,8 @@ def test_what_was_done_at_the_moment_of_a_sample_is_what_it_shows(recorded):
         wrong += shown not in true
     assert wrong <= 0.02 * len(main)
     computed = sum(any(f.startswith("computes ") for f in of) for _, of in main)
-    assert 30 < computed < len(main) - 30
+    # Both were seen; how often depends on what else runs.
+    assert 10 < computed < len(main) - 10
 
 
 @pytest.mark.slow
