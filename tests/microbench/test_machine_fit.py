@@ -160,9 +160,7 @@ def test_what_stops_vllm_and_what_stops_several_configs_is_said_once_each(tmp_pa
     assert done.returncode == 3
     of_vllm, of_both = [e for e in done.stderr.splitlines() if e[:4] == "  - "]
     assert "setup.sh" in of_vllm and "libtcmalloc_minimal.so.4" in of_vllm
-    assert of_both.startswith(
-        "  - mooncake_both, mooncake_producer: mooncake cannot be"
-    )
+    assert of_both.startswith("  - mooncake_both, mooncake_producer: ")
     assert "libibverbs.so.1" in of_both
 
 
