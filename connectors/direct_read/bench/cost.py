@@ -314,6 +314,8 @@ def judged(rows: list[Row]) -> str:
 def cost_of_one_ms(row: Row) -> str:
     """Compute ms that one read costs the engine: lost share of its time over rate."""
     assert row.to_control is not None and row.served is not None
+    if not row.served.per_s:
+        return "no read in these steps"
     ms_per_s = 1e3 / row.served.per_s
 
     def lost(times: float) -> float:

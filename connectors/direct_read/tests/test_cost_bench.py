@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -94,6 +95,8 @@ def test_what_one_read_costs_is_the_time_lost_over_their_rate():
     (row,) = (r for r in rows_of(samples(reads=1.25)) if r.name == READS)
     # A fifth of the time, ten times a second.
     assert cost_of_one_ms(row).startswith("20.0")
+    none = msgspec.structs.replace(row.served, per_s=0.0)
+    assert cost_of_one_ms(msgspec.structs.replace(row, served=none)).startswith("no r")
 
 
 def test_the_text_has_each_size_with_its_own_rows():
