@@ -25,7 +25,7 @@
 #   --profile-cpu        then sample one more server of each config: where CPU time goes
 #   --ray ADDRESS        measure on all hosts of a Ray cluster (docs/operate.md)
 #   --check              only list what would stop the run
-#   --report RUN         only analyse the folder of a run again
+#   --report RUN         only analyse the folder of a run, or its evidence.json.gz, again
 # Exit codes: 0 good, 1 a limit is broken or a verdict is not the expected one, 2 bad
 # input, 3 could not measure, 130 and 143 ended by a signal.
 set -euo pipefail

@@ -94,7 +94,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "--report",
         type=Path,
         metavar="RUN",
-        help="only analyse this run folder again, into it or --out",
+        help="only analyse this run folder, or its evidence.json.gz, again",
     )
 
 

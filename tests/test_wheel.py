@@ -83,7 +83,11 @@ def kvtax(environment, tmp_path):
         return subprocess.run(
             [environment / "bin" / "kvtax", *map(str, arguments)],
             cwd=tmp_path,
-            env={"PATH": os.environ["PATH"], "HOME": str(tmp_path)},
+            env={
+                "PATH": os.environ["PATH"],
+                "HOME": str(tmp_path),
+                "TMPDIR": str(tmp_path),
+            },
             capture_output=True,
             text=True,
         )
@@ -159,7 +163,7 @@ def test_the_paste_of_the_readme_answers_within_a_minute_of_the_installation():
         done = subprocess.run(
             [*as_user, "bash", "-ec", script],
             cwd=home,
-            env=variables | {"HOME": home},
+            env=variables | {"HOME": home, "TMPDIR": home},
             capture_output=True,
             text=True,
         )

@@ -13,7 +13,8 @@ written as `value [low, high]`. Tables stand between `<!--NAME-->` and `<!--/NAM
 `connectors` and `offloads` are made of the observatory's cells, `leases`, `polls` and
 `pulls` of the result of studies.pending, `occasions` of the committed sweeps,
 `synthetic` and `noisy` of the sweeps of that profile and beside a neighbour, and
-`coverage` of the result of `kvtax bench coverage`. A test compares all of them.
+`coverage` of the result of `kvtax bench coverage`, and `rules` of that of
+studies.questions. A test compares all of them.
 """
 
 from __future__ import annotations
@@ -26,10 +27,13 @@ import subprocess
 import sys
 from typing import Any
 
+import msgspec
+
 from kvtax.axes.matrix import read_all_cells, read_pending
 from kvtax.axes.page import ARROW, axes_of_growth, idle_us
 from kvtax.engine.releases import known_releases
 from kvtax.paths import REPOSITORY
+from kvtax.records.estimate import Estimate
 from kvtax.records.files import read_document
 from kvtax.records.observatory_cell import CellRecord
 from kvtax.records.per_config import Evidence
@@ -46,7 +50,7 @@ MARK = re.compile(
 
 PARTS_OF_PENDING = ("leases", "polls", "pulls")
 TABLE = re.compile(
-    r"<!--(?P<name>connectors|offloads|occasions|coverage|synthetic|noisy|"
+    r"<!--(?P<name>connectors|offloads|occasions|coverage|synthetic|noisy|rules|"
     rf"{'|'.join(PARTS_OF_PENDING)})-->\n"
     r".*?"
     r"<!--/(?P=name)-->",
@@ -76,6 +80,19 @@ CONNECTORS = (
         "mooncake_both_fixed",
     ),
 )
+
+
+# Rules of routers, and their arms: where little is shared, and on agents' sessions.
+RULES = (
+    ("pending prefill + new tokens, no knob", "lpwl", "rules_chat", "rules_agents"),
+    ("Dynamo's sum, prefill weighted 8", "dynamo_scaled", "rules_chat", "rules_agents"),
+    ("LMetric for Dynamo", "lmetric_dynamo", "rules_chat", "rules_agents"),
+    ("LMetric of its paper", "lmetric", "rules_chat", "rules_agents"),
+    ("Dynamo's sum as it is", "dynamo", "routers_mooncake", "routers_question"),
+    ("LMetric for llm-d, no queue", "lmetric_llm_d", "rules_chat", "rules_agents"),
+    ("llm-d's scorers", "llm_d", "rules_chat", "rules_agents"),
+)
+RULES_LOAD = 6
 
 
 # Rows of the offloads, which keep KV and find nothing; and the columns' axes.
@@ -183,6 +200,24 @@ def _noisy() -> str:
     )
 
 
+def _rules() -> str:
+    """Make the table of the routers' rules: mean TTFT against `linear`."""
+    file = REPOSITORY / "studies" / "questions" / "result.json.gz"
+    answers = json.loads(gzip.decompress(file.read_bytes()))
+    ttft = {
+        (experiment, row["arm"]): msgspec.convert(row["ttft"], Estimate)
+        for experiment, answer in answers.items()
+        for row in answer.get("rows", [])
+        if row["against"] == "linear" and row["load"] == RULES_LOAD
+    }
+    rows = [
+        [words, *(f"{ttft[experiment, arm]:+.1f}" for experiment in experiments)]
+        for words, arm, *experiments in RULES
+    ]
+    head = ["mean TTFT against `linear`, %", "little is shared", "agents' sessions"]
+    return table(head, rows)
+
+
 MADE = {
     "connectors": _connectors,
     "offloads": _offloads,
@@ -190,6 +225,7 @@ MADE = {
     "coverage": _coverage,
     "synthetic": _synthetic,
     "noisy": _noisy,
+    "rules": _rules,
 }
 
 

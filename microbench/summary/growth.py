@@ -101,7 +101,9 @@ def reason(entry: ConfigEntry) -> str:
     if entry.not_measured:
         said.append(f"not measured: {', '.join(entry.not_measured)}")
     elif entry.verdict == "drifts":
-        said.append("something else than |cache| goes up, such as all ever cached")
+        said.append(
+            "something else than |cache| goes up, such as all blocks ever cached"
+        )
     elif entry.verdict == "inconclusive":
         said.append(f"undecided in {', '.join(open_metrics(entry))}")
     elif grown:

@@ -123,7 +123,7 @@ def verdict_lines(document: PerConfig) -> str:
 
 def _verdicts(configs: dict[str, ConfigEntry]) -> str:
     """Tabulate what a full cache adds; name the configs of which nothing is known."""
-    head = ["a full cache adds, µs", *STATED.values(), "why"]
+    head = ["a full cache adds, µs", *STATED.values(), "remarks"]
     rows = [
         [f"`{name}`", *(addition(entry, metric) for metric in STATED), reason(entry)]
         for name, entry in configs.items()
