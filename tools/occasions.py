@@ -6,11 +6,14 @@ benchmarks/results/sweeps/ and the committed one: the machine's grade, how many 
 are not known, what a full cache adds to a held step of the config that walks all
 hashes, and its slope while the cache grows, in us and in yardsticks of its own servers.
 Then, by unit, in how many ordered pairs of sweeps the one's interval holds the other's
-figure. Nothing is measured anew.
+figure, and in how many they lie as near as two servers of one config may, by the one's
+own servers: a slope in growth is of one server, and its interval does not know that.
+Nothing is measured anew.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from itertools import permutations
@@ -24,6 +27,7 @@ from kvtax.records.estimate import Estimate
 from kvtax.records.files import read_document
 from kvtax.records.per_config import Evidence
 from kvtax.report.markdown import interval, number, table
+from kvtax.stats.processes import RunSpread
 from kvtax.verdict.analysis import judge
 from kvtax.verdict.metrics import TIMED
 
@@ -43,6 +47,8 @@ class Occasion(NamedTuple):
     adds: dict[str, Estimate | None]
     growth: dict[str, Estimate | None]
     growth_over_held: float | None
+    spread: RunSpread | None
+    servers: int
 
 
 def main() -> int:
@@ -86,6 +92,12 @@ def occasion(evidence: Evidence) -> Occasion:
         adds=_by_unit(held.full_adds_us if held else None, yardstick_us),
         growth=_by_unit(growth, yardstick_us),
         growth_over_held=growth.value / slope.value if growth and slope else None,
+        spread=RunSpread.of(
+            np.array(one.log_p50["schedule"])
+            for one in evidence.configs.values()
+            if "schedule" in one.log_p50
+        ),
+        servers=len(own),
     )
 
 
@@ -112,12 +124,24 @@ def holds(one: Estimate | None, other: Estimate | None) -> bool | None:
     return low <= other.value <= high
 
 
+def near(
+    spread: RunSpread | None, one: Estimate | None, other: Estimate | None, servers: int
+) -> bool | None:
+    """Return whether two figures, each of so many servers, may be of equal servers."""
+    if spread is None or not one or not other or min(one.value, other.value) <= 0:
+        return None
+    apart = abs(math.log(one.value / other.value))
+    return apart <= spread.reach(servers, servers)
+
+
 def report(occasions: list[Occasion]) -> str:
-    """Render a row per sweep, and how often one's interval holds another's figure."""
+    """Render a row per sweep, and how often one's figure is that of another."""
+    full = [(one.adds, one.spread, max(one.servers, 1)) for one in occasions]
+    growth = [(one.growth, one.spread, 1) for one in occasions]
     said = (
-        "The interval of one sweep holds the figure of another, of a full cache "
-        f"{_counts([one.adds for one in occasions])}; of growth "
-        f"{_counts([one.growth for one in occasions])}."
+        "The interval of one sweep holds the figure of another (they lie as near as "
+        f"two servers of one config may): of a full cache {_counts(full)}; of growth "
+        f"{_counts(growth)}."
     )
     return f"{rows(*occasions)}\n\n{said}"
 
@@ -145,13 +169,19 @@ def rows(*occasions: Occasion) -> str:
     return table(head, lines)
 
 
-def _counts(figures: list[dict[str, Estimate | None]]) -> str:
-    counts = []
+def _counts(
+    figures: list[tuple[dict[str, Estimate | None], RunSpread | None, int]],
+) -> str:
+    said = []
     for unit in UNITS:
-        pairs = permutations((figure[unit] for figure in figures), 2)
-        known = [held for pair in pairs if (held := holds(*pair)) is not None]
-        counts.append(f"in {unit} in {sum(known)} of {len(known)}")
-    return ", ".join(counts)
+        pairs = [
+            (holds(of[unit], other[unit]), near(spread, of[unit], other[unit], servers))
+            for (of, spread, servers), (other, _, _) in permutations(figures, 2)
+        ]
+        inside = [held for held, _ in pairs if held is not None]
+        count = sum(bool(is_near) for _, is_near in pairs)
+        said.append(f"in {unit} in {sum(inside)} ({count}) of {len(inside)}")
+    return ", ".join(said)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from kvtax.records.per_config import Evidence
 from kvtax.records.requests import Phase
 from kvtax.records.warning import Warn
 from kvtax.report.markdown import DASH
+from kvtax.stats.processes import RunSpread
 from kvtax.verdict.analysis import analyse
 from kvtax.verdict.metrics import TPOT
 from kvtax.verdict.trials import load_run
@@ -514,6 +515,19 @@ def test_a_headline_holds_another_days_figure_or_not(value, ci95, held):
     assert occasions.holds(Estimate(5.0, None), Estimate(value, ci95)) is None
 
 
+@pytest.mark.parametrize(
+    ("value", "servers", "is_near"),
+    [(100.0, 1, True), (130.0, 1, True), (130.0, 9, False), (40.0, 1, False)],
+)
+def test_figures_of_two_occasions_may_differ_as_servers_do(value, servers, is_near):
+    """Servers differ by 10 %: two of them by up to 32 %, means of nine by 11 %."""
+    spread = RunSpread(0.1, 10)
+    one, other = Estimate(100.0), Estimate(value)
+    assert occasions.near(spread, one, other, servers) is is_near
+    assert occasions.near(None, one, other, servers) is None
+    assert occasions.near(spread, one, Estimate(-1.0), servers) is None
+
+
 @pytest.mark.slow
 def test_sweeps_of_two_occasions_are_compared_by_the_walk(tmp_path):
     walk = Truth("mooncake_both_hash_sync", 60.0, build_meta=2.0)
@@ -528,4 +542,4 @@ def test_sweeps_of_two_occasions_are_compared_by_the_walk(tmp_path):
     # The made-up servers timed no yardstick.
     assert first.adds["yardsticks"] is None
     said = occasions.report(sweeps)
-    assert "in µs in 2 of 2, in yardsticks in 0 of 0" in said
+    assert "of a full cache in µs in 2 (2) of 2, in yardsticks in 0 (0) of 0;" in said
