@@ -5,8 +5,8 @@ A null device computes beside the host, so vLLM's asynchronous scheduling works 
 GPU. Two questions:
 
 - A known delay in one method after the other, at several loads, with and without
-  asynchronous scheduling: is what critical_path.py finds exposed in that method what
-  TPOT rises by?
+  asynchronous scheduling: is what kvtax.steps.critical_path finds exposed in that
+  method what TPOT rises by?
 - What do the hash walk, upstream's Mooncake and the fixed one add to TPOT and TTFT, at
   a full cache and several loads?
 

@@ -13,7 +13,7 @@ from kvtax.engine.null_engine import NullEngine
 from kvtax.engine.null_model import NOOP, Forward, write_null_model
 from kvtax.look.instances import read_instances
 from kvtax.records.steps import only_life, read_device_steps
-from studies.exposure.critical_path import exposed
+from kvtax.steps.critical_path import exposed
 
 PATCHES = ["step_timing_v2"]
 

@@ -20,12 +20,14 @@ the update.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import polars as pl
 
 from kvtax.records.steps import DeviceStep
-from kvtax.stats.distribution import Floats, Ints
 from kvtax.steps.parts import method_columns
 
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 # What vLLM calls after the forward is launched, and in update_from_output().
 AFTER_LAUNCH = {
     "wait_for_save",
@@ -56,9 +58,9 @@ def exposed(steps: pl.DataFrame, device: list[DeviceStep]) -> pl.DataFrame:
     """
     table = pl.DataFrame(
         {
-            "step_id": [one.step_id for one in device],
-            "launched_ns": [one.launched_ns for one in device],
-            "ended_ns": [one.ended_ns for one in device],
+            "step_id": [step.step_id for step in device],
+            "launched_ns": [step.launched_ns for step in device],
+            "ended_ns": [step.ended_ns for step in device],
         },
         schema=dict.fromkeys(("step_id", "launched_ns", "ended_ns"), pl.Int64),
     )
@@ -75,15 +77,15 @@ def exposed(steps: pl.DataFrame, device: list[DeviceStep]) -> pl.DataFrame:
     launched = rows["launched_ns"].to_numpy()
     idle_us = np.maximum(launched - rows["free_ns"].to_numpy(), 0) / 1e3
     since = (_held_up_until(steps, table, rows), launched)
-    told = {"step_id": rows["step_id"], "idle_us": idle_us}
+    parts_us = {"step_id": rows["step_id"], "idle_us": idle_us}
     stretches = _stretches(steps, table)
     methods = method_columns(steps)
     worked_us = _by_part(stretches, methods, steps, since)
     if methods:
         worked_us["connector_us"] = np.sum([worked_us[n] for n in methods], axis=0)
     for name, us in worked_us.items():
-        told[f"exposed.{name}"] = np.minimum(us, idle_us)
-    return pl.DataFrame(told)
+        parts_us[f"exposed.{name}"] = np.minimum(us, idle_us)
+    return pl.DataFrame(parts_us)
 
 
 def _held_up_until(
@@ -137,7 +139,7 @@ def _by_part(
     spans: tuple[Ints, Ints],
 ) -> dict[str, Floats]:
     """us of each part in each span of time, (spans,)."""
-    found: dict[str, Floats] = {}
+    by_part: dict[str, Floats] = {}
     for stretch, (begin, end) in stretches.items():
         long_us = np.maximum(end - begin, 0) / 1e3
         inside = {m: steps[m].to_numpy() for m in methods if _stretch_of(m) == stretch}
@@ -152,8 +154,8 @@ def _by_part(
                 us * 1e3, end - begin, where=end > begin, out=np.zeros(len(us))
             )
             taken = _overlap(begin, end, per_ns, spans) / 1e3
-            found[name] = found.get(name, np.zeros(len(taken))) + taken
-    return found
+            by_part[name] = by_part.get(name, np.zeros(len(taken))) + taken
+    return by_part
 
 
 def _stretch_of(method: str) -> str:

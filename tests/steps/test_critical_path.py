@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from kvtax.records.steps import DeviceStep
-from studies.exposure.critical_path import exposed
+from kvtax.steps.critical_path import exposed
 from tests.look.conftest import only
 from tests.look.made_up_server import Server
 
