@@ -1,4 +1,4 @@
-# `make` alone lists the targets. What our own parts cost: kvtax bench.
+# `make` alone lists the targets. What our own parts cost: python -m benchmarks.
 .DEFAULT_GOAL := help
 python := .venv/bin/python
 kvtax := .venv/bin/kvtax

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Count how often held levels tell the truth on real noise: `kvtax bench coverage`.
+"""Count how often held levels tell the truth on real noise.
 
 The noise is that of the committed sweeps: holds of the servers of configs in which
 nothing grows. Each draw takes servers of one config, keeps their holds in order, deals
@@ -20,7 +20,6 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
-from benchmarks.results import at_least, publish
 from kvtax.paths import REPOSITORY
 from kvtax.records.files import read_document
 from kvtax.records.per_config import Evidence
@@ -32,6 +31,7 @@ from kvtax.verdict.analysis import judge
 from kvtax.verdict.holds import as_holds, as_table
 from kvtax.verdict.metrics import JUDGED, margin_of
 from kvtax.verdict.verdict import judge_metric
+from studies.results import at_least, publish
 
 SWEEPS = (
     *sorted((REPOSITORY / "benchmarks" / "results" / "sweeps").glob("*.json.gz")),
@@ -208,7 +208,7 @@ def of_nothing(counts: dict[str, Counts]) -> str:
 
 
 def configure(parser: ArgumentParser) -> None:
-    """Add the arguments of `kvtax bench coverage`."""
+    """Add the arguments of `python -m benchmarks coverage`."""
     parser.add_argument(
         "--runs", type=at_least(1), default=40, help="of each truth and config"
     )

@@ -25,7 +25,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.results import (
+from kvtax.report.markdown import number, table
+from kvtax.stats import Estimate
+from kvtax.stats.resampling import added
+from kvtax.verdict.aims import Aim, Judgement, judge
+from studies.results import (
     Variant,
     at_least,
     configure_rounds,
@@ -33,10 +37,6 @@ from benchmarks.results import (
     publish,
     turns,
 )
-from kvtax.report.markdown import number, table
-from kvtax.stats import Estimate
-from kvtax.stats.resampling import added
-from kvtax.verdict.aims import Aim, Judgement, judge
 
 HOOK_LOOPS = 50
 MIN_ROUNDS, MIN_STEPS = 8, 20
@@ -201,7 +201,7 @@ def raw(samples: Samples) -> dict[str, dict[str, list[float]]]:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `kvtax bench hooks`."""
+    """Add the arguments of `python -m benchmarks hooks`."""
     configure_rounds(parser, "hooks", 30, MIN_ROUNDS)
     parser.add_argument(
         "--steps", type=at_least(MIN_STEPS), default=500, help="per round"

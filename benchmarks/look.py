@@ -1,257 +1,146 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time and memory of `kvtax look` for the records of many servers.
+"""CPU time and memory of `kvtax look` for a server of many steps.
 
-Makes up records in a temporary folder, which is deleted at the end: at 100 million
-steps of 64 servers 0.7 GB, and 7 GB more of what a first look keeps. Looks at them
-twice, each time in a process of its own, whose times and peak resident memory come from
-the kernel.
-
-With --hosts, counts a part of the servers at a time, as a host does with
-`kvtax look --summary`, and merges the counts: are they those of one host that has all
-records? The hosts are folders, one after the other, and all JSON is read. Prints
-Markdown.
+Repeats the records of a server that the demo ships, with step ids, moments and request
+ids that go on, in a temporary folder (4.5 GB for 10 million steps). With --ranks, each
+rank of a worker has records of its own. Looks at them in a process of its own, whose
+times and peak memory come from the kernel.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import os
+import re
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-import numpy as np
-import polars as pl
+import msgspec
 
-from benchmarks.results import USAGE_HEAD, usage_of
-from kvtax.look.instances import read_instances
-from kvtax.look.totals import ALPHA, StepTotals, quantiles, read_totals
-from kvtax.records.requests import EngineRequestHeader
-from kvtax.records.steps import EngineHeader, WorkerHeader
-from tests.harness.made_up import FIRST_NS, step_columns, write_lines
+from kvtax.look.demo import unpack
+from kvtax.report.markdown import table
+from studies.results import at_least, publish, usage_of
 
-SHARES = (0.5, 0.9, 0.99, 0.999)
-
-
-def look(name: str, *arguments: object) -> None:
-    """Run `kvtax look` and print its row of the table."""
-    print(f"| {name} | {usage_of('look', *map(str, arguments))} |", flush=True)
-
-
-def look_twice(folder: Path, records: Path) -> None:
-    """Look at all records, and at what the first look kept."""
-    page = folder / "report.html"
-    for name in ("first, of JSON", "second, of what the first kept"):
-        look(name, records, "--out", page)
-    print(f"\nThe page has {page.stat().st_size / 1e6:.1f} MB.")
+# The goals for 10 million steps, whatever the ranks.
+MOST_CPU_S, MOST_MIB = 15.0, 2_000.0
+# Long ago enough that nobody takes the server for one that still writes.
+AGE_S = 3_600
+# Between the last step of a repetition and the first of the next.
+GAP_NS = 4_000_000
+STEP = re.compile(rb'\{"step_id":(\d+),"t_ns":(\d+),(.*)')
+STEPS_OF_A_REQUEST = ("first_step", "first_token_step", "last_step")
+MOMENTS_OF_A_REQUEST = ("arrival_ns", "finished_ns")
+LISTS_OF_A_REQUEST = {"preempted_steps": "steps", "kv_wait_ns": "ns"}
+SHIPPED = "hash_walk"
 
 
-def look_on_hosts(folder: Path, records: Path, count: int) -> None:
-    """Count on `count` hosts and merge; compare with the counts of one host."""
-    hosts = spread_over(records, count)
-    files = [folder / f"{host.name}.parquet" for host in hosts]
-    for host, file in zip(hosts, files, strict=True):
-        look(host.name, host, "--summary", file, "--host", host.name)
-    merged, whole = folder / "merged.parquet", folder / "whole.parquet"
-    look("merge", *files, "--summary", merged)
-    # What the hosts' looks kept would make it quicker.
-    for cached in records.rglob("*.parquet"):
-        cached.unlink()
-    look("all as one host", records, "--summary", whole, "--host", "")
-    print(f"\nA host's file has {files[0].stat().st_size / 1e6:.1f} MB.\n")
-    print_differences(read_totals(merged), read_totals(whole), hosts[0])
+class Step(NamedTuple):
+    """A line of a step file: its step, its moment, and what follows these."""
+
+    step_id: int
+    t_ns: int
+    rest: bytes
+
+    @classmethod
+    def of(cls, line: bytes) -> Step:
+        """Take a line apart. Raises ValueError for one that is no step's."""
+        match = STEP.fullmatch(line)
+        if match is None:
+            raise ValueError(f"not a step: {line[:80]!r}")
+        return cls(int(match[1]), int(match[2]), match[3])
 
 
-def spread_over(records: Path, count: int) -> list[Path]:
-    """Move the servers' folders into one folder per host."""
-    hosts = [records / f"host{number}" for number in range(count)]
-    for number, server in enumerate(sorted(records.iterdir())):
-        host = hosts[number % count]
-        host.mkdir(exist_ok=True)
-        server.rename(host / server.name)
-    return hosts
+class Shift(NamedTuple):
+    """How far a repetition is from the first one: steps, ns, requests."""
+
+    steps: int
+    ns: int
+    requests: int
 
 
-def print_differences(merged: StepTotals, whole: StepTotals, host: Path) -> None:
-    """Print whether the counts are equal, and how far off their quantiles are."""
-    same = merged.counts.equals(whole.counts)
-    print(f"Counts of merged and whole are {'equal' if same else 'NOT equal'}.\n")
-    (instance,), _ = read_instances(next(host.iterdir()))
-    print("| quantiles furthest from the exact | % off |\n|---|---:|")
-    for column in ("step_us", "connector_us", *instance.methods):
-        counts = merged.counts.filter(pl.col("time") == column)
-        exact = exact_quantiles(instance.steps[column], len(merged.servers))
-        off = max(
-            abs(a - b) / b if b else abs(a)
-            for a, b in zip(quantiles(counts, SHARES), exact, strict=True)
+def repeat_life(source: Path, folder: Path, steps: int, ranks: int) -> int:
+    """Write at least so many steps, as repetitions of a life; return how many."""
+    folder.mkdir(parents=True)
+    header, engine = _header_and_lines(source / "engine_step.jsonl")
+    of_requests, requests = _header_and_lines(source / "engine_request.jsonl")
+    of_worker, worker = _header_and_lines(source / "worker_step.r0.jsonl")
+    first, last = Step.of(engine[0]), Step.of(engine[-1])
+    span_ns = last.t_ns - first.t_ns + GAP_NS
+    shifts = [
+        Shift(number * len(engine), number * span_ns, number * len(requests))
+        for number in range(-(-steps // len(engine)))
+    ]
+    _write(folder / "engine_step.jsonl", header, _shifted_steps(engine, shifts))
+    lines = _shifted_requests(requests, shifts)
+    _write(folder / "engine_request.jsonl", of_requests, lines)
+    for rank in range(ranks):
+        name, lines = f"worker_step.r{rank}.jsonl", _shifted_steps(worker, shifts)
+        _write(folder / name, of_worker | {"rank": rank}, lines)
+    then = time.time() - AGE_S
+    for path in folder.iterdir():
+        os.utime(path, (then, then))
+    return len(shifts) * len(engine)
+
+
+def _header_and_lines(path: Path) -> tuple[dict[str, object], list[bytes]]:
+    header, *lines = path.read_bytes().splitlines()
+    return msgspec.json.decode(header), lines
+
+
+def _shifted_steps(lines: list[bytes], shifts: list[Shift]) -> Iterator[bytes]:
+    steps = [Step.of(line) for line in lines]
+    for shift in shifts:
+        yield b"".join(
+            b'{"step_id":%d,"t_ns":%d,%s\n'
+            % (step.step_id + shift.steps, step.t_ns + shift.ns, step.rest)
+            for step in steps
         )
-        print(f"| {column.removesuffix('_us')} | {off:.2%} |")
-    print(f"\nStated: {ALPHA:.0%}.")
 
 
-def exact_quantiles(us: pl.Series, copies: int) -> Sequence[float]:
-    """Compute exact quantiles over `copies` servers with identical records."""
-    last = len(us) * copies - 1
-    at = [math.floor(last * share + 0.5) // copies for share in SHARES]
-    return np.partition(us.to_numpy(), at)[at].astype(float).tolist()
+def _shifted_requests(lines: list[bytes], shifts: list[Shift]) -> Iterator[bytes]:
+    records = [msgspec.json.decode(line) for line in lines]
+    for shift in shifts:
+        for number, record in enumerate(records):
+            moved = record | {"id": f"{shift.requests + number:016x}"}
+            for names, by in (
+                (STEPS_OF_A_REQUEST, shift.steps),
+                (MOMENTS_OF_A_REQUEST, shift.ns),
+            ):
+                moved |= {name: record[name] + by for name in names if name in record}
+            for name, by in LISTS_OF_A_REQUEST.items():
+                if values := record.get(name):
+                    moved[name] = [value + getattr(shift, by) for value in values]
+            yield msgspec.json.encode(moved) + b"\n"
+
+
+def _write(path: Path, header: dict[str, object], lines: Iterable[bytes]) -> None:
+    with path.open("wb", 1 << 22) as file:
+        file.write(msgspec.json.encode(header) + b"\n")
+        file.writelines(lines)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `kvtax bench look`."""
-    parser.add_argument("--steps", type=int, default=100_000_000, help="in all")
-    parser.add_argument("--servers", type=int, default=64)
-    parser.add_argument("--hosts", type=int, help="count on so many hosts, and merge")
+    """Add the arguments of `python -m benchmarks look`."""
+    parser.add_argument("--steps", type=at_least(1), default=10_000_000)
+    parser.add_argument("--ranks", type=at_least(1), default=1, help="of the worker")
+    parser.add_argument("--out", type=Path, default=Path("runs/look.md"))
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print the result and return the exit code."""
-    with tempfile.TemporaryDirectory(prefix="costs_look.") as made:
-        folder, records = Path(made), Path(made) / "records"
-        write_servers(records, arguments.steps, arguments.servers)
-        print(f"{arguments.steps:,} steps of {arguments.servers} servers\n")
-        print(USAGE_HEAD, flush=True)
-        if arguments.hosts:
-            look_on_hosts(folder, records, arguments.hosts)
-        else:
-            look_twice(folder, records)
-    return 0
-
-
-BATCH_STEPS = 1_000_000
-STEP_NS = 320_000
-# A request is in so many steps, and a new one comes every so many.
-STEPS_OF_REQUEST, STEPS_PER_REQUEST = 200, 50
-CACHE_BLOCKS = 17_500
-# Long ago enough that nobody takes the server for one that still writes.
-AGE_S = 3_600
-# One step in so many has the CPU clocks.
-CPU_EVERY = 16
-# What the recorder times of Mooncake: once per step, or once per request.
-PER_REQUEST = (
-    "get_num_new_matched_tokens",
-    "update_state_after_alloc",
-    "request_finished",
-)
-METHODS = ["build_connector_meta", *PER_REQUEST]
-WORKER_METHODS = [
-    *("bind_connector_metadata", "start_load_kv", "wait_for_save", "get_finished")
-]
-
-
-def write_servers(folder: Path, steps: int, servers: int) -> None:
-    """Write `steps` steps in all, in `servers` folders of equal records."""
-    first = folder / "server00"
-    first.mkdir(parents=True)
-    _write(first, steps // servers)
-    for path in first.iterdir():
-        then = time.time() - AGE_S
-        os.utime(path, (then, then))
-    for number in range(1, servers):
-        other = folder / f"server{number:02}"
-        other.mkdir()
-        for path in first.iterdir():
-            os.link(path, other / path.name)
-
-
-def _write(folder: Path, count: int) -> None:
-    rng = np.random.default_rng(0)
-    known: dict[str, Any] = {"vllm_version": "0.18.1", "boot_id": "made-up"}
-    files = {
-        "engine_step": (EngineHeader(methods=METHODS, **known), _engine, 1),
-        "worker_step.r0": (
-            WorkerHeader(methods=WORKER_METHODS, **known),
-            _worker,
-            1,
-        ),
-        "engine_request": (EngineRequestHeader(**known), _request, STEPS_PER_REQUEST),
-    }
-    for name, (header, columns, every) in files.items():
-        batches = (
-            pl.DataFrame(
-                columns(rng, np.arange(at, min(at + BATCH_STEPS, count), every), count)
-            )
-            for at in range(0, count, BATCH_STEPS)
+    """Measure, publish the result and return the exit code."""
+    with tempfile.TemporaryDirectory(prefix="kvtax_look.") as made:
+        folder, records = Path(made), Path(made, "records")
+        unpack(folder / "demo")
+        steps = repeat_life(
+            folder / "demo" / SHIPPED, records, arguments.steps, arguments.ranks
         )
-        write_lines(folder / f"{name}.jsonl", header, batches)
-
-
-def _engine(rng: np.random.Generator, ids: np.ndarray, count: int) -> dict:
-    """Columns of engine records, one in ten a prefill; |cache| grows, and is reset."""
-    n = len(ids)
-    batch = rng.integers(1, 9, n)
-    schedule_us = (46 + 2 * batch + rng.exponential(8, n)).round(3)
-    blocks = ids % max(count // 4, 1) * 4 * CACHE_BLOCKS // count
-    with_cpu = pl.Series(rng.integers(0, CPU_EVERY, n) == 0)
-    arrives = pl.Series(ids % STEPS_PER_REQUEST == 0)
-    calls = pl.DataFrame({name: rng.exponential(9, n).round(3) for name in PER_REQUEST})
-    return step_columns(
-        "engine",
-        ids,
-        t_ns=FIRST_NS + ids * STEP_NS,
-        schedule_us=schedule_us,
-        build_meta_us=(1.2 + rng.exponential(0.1, n)).round(3),
-        step_us=(270 + rng.exponential(8, n)).round(3),
-        running=batch,
-        scheduled=batch,
-        prefill_tokens=np.where(rng.random(n) < 0.1, 512, 0),
-        decode_tokens=batch,
-        cache_size=blocks,
-        free_blocks=18_000 - 200 * batch,
-        preemptions=[None] * n,
-        update_us=(23 + rng.exponential(4, n)).round(3),
-        schedule_cpu_us=_only(with_cpu, schedule_us),
-        update_cpu_us=_only(with_cpu, (23 + rng.exponential(4, n)).round(3)),
-        thread_cpu_us=_only(with_cpu, (200 + rng.exponential(8, n)).round(3)),
-        connector_self_us=_only(arrives, calls.to_struct()),
-    )
-
-
-def _worker(rng: np.random.Generator, ids: np.ndarray, count: int) -> dict:
-    """Columns of worker records."""
-    n = len(ids)
-    return step_columns(
-        "worker",
-        ids,
-        t_ns=FIRST_NS + ids * STEP_NS + 80_000,
-        execute_model_us=(160 + rng.exponential(4, n)).round(3),
-        bind_us=(0.3 + rng.exponential(0.1, n)).round(3),
-        start_load_kv_us=(0.6 + rng.exponential(0.1, n)).round(3),
-        wait_for_save_us=(0.2 + rng.exponential(0.1, n)).round(3),
-        get_finished_us=(70 + rng.exponential(8, n)).round(3),
-    )
-
-
-def _only(rows: pl.Series, values: np.ndarray | pl.Series) -> pl.Series:
-    """Return `values` in those rows; nothing was recorded in the others."""
-    one = pl.Series(values)
-    return pl.select(pl.when(rows).then(one)).to_series()
-
-
-def _request(rng: np.random.Generator, ids: np.ndarray, count: int) -> dict:
-    """Columns of engine_request records, one in twenty preempted."""
-    n = len(ids)
-    last = np.minimum(ids + STEPS_OF_REQUEST, count - 1)
-    token = np.minimum(ids + 1, last)
-    preempted = rng.random(n) < 0.05
-    return {
-        "id": [f"{number:016x}" for number in ids],
-        "arrival_ns": FIRST_NS + ids * STEP_NS - rng.integers(0, 10**6, n),
-        "prompt_tokens": rng.integers(1, 9_000, n),
-        "before_engine_us": rng.exponential(800, n).round(1),
-        "first_step": ids,
-        "first_token_step": token,
-        "last_step": last,
-        "finished_ns": FIRST_NS + last * STEP_NS + 250_000,
-        "finish_reason": ["length"] * n,
-        "cached_tokens": rng.integers(0, 9_000, n),
-        "external_tokens": np.zeros(n, int),
-        "output_tokens": last - token + 1,
-        "preemptions": preempted.astype(int),
-        "preempted_steps": [
-            [int(one) + 10, int(one) + 20] if there and one + 20 < count else []
-            for one, there in zip(ids, preempted, strict=True)
-        ],
-    }
+        usage = usage_of("look", str(records), "--out", str(folder / "look.html"))
+    row = [f"{steps:,}", str(arguments.ranks), f"{usage.wall_s:.1f}"]
+    row += [f"{usage.cpu_s:.1f}", f"{usage.peak_mib:,.0f}"]
+    head = ["steps", "ranks", "s", "CPU s", "peak MiB"]
+    goal = f"The goal is at most {MOST_CPU_S:g} CPU s and {MOST_MIB:,.0f} MiB."
+    results = {"steps": steps, "ranks": arguments.ranks, **usage._asdict()}
+    return publish("look", arguments.out, [table(head, [row]), goal], results, {})

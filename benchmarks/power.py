@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
-from benchmarks.results import BadArguments, at_least, publish
 from kvtax.records.profile import ProfileRecord
 from kvtax.records.run import Verdict
 from kvtax.report.markdown import DASH, table
@@ -29,6 +28,7 @@ from kvtax.verdict.measured import fits_of
 from kvtax.verdict.metrics import MARGIN_US_PER_1K_BLOCKS, METRICS
 from kvtax.verdict.trials import LoadedTrial, load_run
 from kvtax.verdict.verdict import judge_all, judge_rare, overall_verdict
+from studies.results import BadArguments, at_least, publish
 
 POWER = 0.95
 # Columns of kvtax.steps.trial_steps that hold the CPU time of a part.
@@ -228,7 +228,7 @@ def report(
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `kvtax bench power`."""
+    """Add the arguments of `python -m benchmarks power`."""
     parser.add_argument("run_dir", type=Path, help="a run of the sweep")
     parser.add_argument(
         "--flat",

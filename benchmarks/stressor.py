@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a command beside a neighbour who takes 0 to 100 % of a core in random bursts.
 
-    kvtax bench stressor [--seed N] -- COMMAND...
+    python -m benchmarks stressor [--seed N] -- COMMAND...
 
 The neighbour draws how long a burst is (0.5 to 5 s) and which share of a core it takes
 (0 to 100 %), both evenly, again and again; the same seed draws the same. It ends with
@@ -18,7 +18,7 @@ import signal
 import subprocess
 import time
 
-from benchmarks.results import BadArguments
+from studies.results import BadArguments
 
 BURST_S = (0.5, 5.0)
 # Short enough that a burst is an even load, long enough to be one for the scheduler.
@@ -39,7 +39,7 @@ def stress(draw: random.Random, parent: int) -> None:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `kvtax bench stressor`."""
+    """Add the arguments of `python -m benchmarks stressor`."""
     parser.add_argument("--seed", type=int, default=0)
     # Not "+", which takes options of the command for ours: argparse drops the first --.
     parser.add_argument("command", nargs=argparse.REMAINDER)

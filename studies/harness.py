@@ -18,9 +18,9 @@ from typing import Any
 
 import msgspec
 
-from benchmarks import results
 from kvtax.engine.installation import Installation
 from kvtax.report.markdown import table
+from studies import results
 
 STUDIES = Path(__file__).parent
 
@@ -62,7 +62,7 @@ def publish(
     patch_hashes: dict[str, str],
     installed: Installation | None = None,
 ) -> int:
-    """Print and write a page and its JSON, as `benchmarks.results.publish` does."""
+    """Print and write a page and its JSON, as `studies.results.publish` does."""
     command = f"python -m studies.{name}"
     return results.publish(name, out, parts, result, patch_hashes, installed, command)
 

@@ -68,7 +68,7 @@ ROOMS: dict[str, set[str]] = {
     # Beside what our own parts cost: the same rounds, the same provenance.
     "connectors.direct_read.bench": {
         "kvtax",
-        "benchmarks.results",
+        "studies.results",
         "connectors",
         "tests.harness",
     },
@@ -78,13 +78,12 @@ ROOMS: dict[str, set[str]] = {
     "probe": set(),
     "microbench": {"kvtax", "connectors"},
     "microbench.summary": ANALYSIS | {"kvtax.verdict", "kvtax.look"},
-    "benchmarks": {"kvtax", "kvtax_fleet", "connectors", "microbench", "tests.harness"},
+    "benchmarks": {"kvtax", "connectors", "studies.results"},
     "studies": {
         "kvtax",
         "kvtax_fleet",
         "connectors",
         "microbench",
-        "benchmarks",
         "tools",
         "tests.harness",
     },

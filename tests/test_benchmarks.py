@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import re
 import subprocess
 import sys
 
@@ -13,29 +12,18 @@ import numpy as np
 import psutil
 import pytest
 
-from benchmarks.command import BENCHMARKS
+from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.hooks import AGAIN, BASE, OFF, ON, Samples, cost, report
-from benchmarks.proxy import DIRECT, added, added_table, rates_table
-from benchmarks.proxy_targets import BODIES
-from benchmarks.results import NotMeasured
-from kvtax.cli import Exit, main
+from benchmarks.look import SHIPPED, repeat_life
+from kvtax.cli import main as main_of_kvtax
+from kvtax.look.demo import unpack
 from kvtax.paths import REPOSITORY
-from kvtax.stats import resampling
+from kvtax.records.files import read_lines
+from kvtax.records.steps import EngineHeader, EngineStep
+from studies.results import BadArguments, NotMeasured
 from tests.proc.living import eventually
 
 
-@pytest.fixture
-def bench(capsys, signals):
-    """Return the output of `kvtax bench` with these arguments."""
-
-    def of(*arguments: str) -> str:
-        assert main(["bench", *arguments]) == Exit.GOOD
-        return capsys.readouterr().out
-
-    return of
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda of: of.name)
 def test_each_benchmark_describes_itself_and_is_documented(benchmark):
     module = importlib.import_module(benchmark.module)
@@ -43,44 +31,45 @@ def test_each_benchmark_describes_itself_and_is_documented(benchmark):
     module.configure(parser)
     assert module.__doc__ and callable(module.run)
     text = (REPOSITORY / "docs" / "benchmarks.md").read_text()
-    assert f"kvtax bench {benchmark.name}" in text
+    assert f"python -m benchmarks {benchmark.name}" in text
 
 
-@pytest.mark.slow
-def test_the_list_has_a_line_per_benchmark(bench):
-    assert [line.split()[0] for line in bench().splitlines()] == [
-        benchmark.name for benchmark in BENCHMARKS
-    ]
+def test_without_a_name_each_benchmark_has_a_line(capsys):
+    assert main([]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in listed] == [b.name for b in BENCHMARKS]
 
 
-@pytest.mark.slow
-def test_only_errors_with_an_exit_code_end_a_benchmark_with_one(monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(NotMeasured("two cores are needed"), 3), (BadArguments("x"), 2)],
+)
+def test_only_errors_with_an_exit_code_end_a_benchmark_with_it(
+    monkeypatch, capsys, error, code
+):
     def fail(_):
         raise error
 
     monkeypatch.setattr("benchmarks.look.run", fail)
-    error = NotMeasured("two cores are needed")
-    assert main(["bench", "look"]) == Exit.NOT_MEASURED
+    assert main(["look"]) == code
+    assert capsys.readouterr().err == f"look: {error}\n"
     error = RuntimeError("a bug")
     with pytest.raises(RuntimeError, match="a bug"):
-        main(["bench", "look"])
+        main(["look"])
 
 
 @pytest.mark.slow
-def test_a_small_fleet_is_looked_at_twice(bench):
-    text = bench("look", "--steps", "9000", "--servers", "3")
-    for look in ("first, of JSON", "second, of what the first kept"):
-        assert f"| {look} |" in text
-    assert "The page has 0." in text
-
-
-@pytest.mark.slow
-def test_what_three_hosts_count_is_what_one_would(bench):
-    text = bench("look", "--hosts", "3", "--steps", "9000", "--servers", "3")
-    assert "Counts of merged and whole are equal." in text
-    _, _, table = text.partition("% off |")
-    off = [float(row) for row in re.findall(r"\| ([\d.]+)% \|", table)]
-    assert len(off) > 2 and max(off) <= 1.0
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_look_at_repeated_records_counts_all_steps(tmp_path, capsys, ranks):
+    source, folder = tmp_path / "demo" / SHIPPED, tmp_path / "repeated"
+    unpack(tmp_path / "demo")
+    once = repeat_life(source, tmp_path / "once", 1, 1)
+    assert repeat_life(source, folder, 2 * once, ranks) == 2 * once
+    steps = read_lines(folder / "engine_step.jsonl", EngineHeader, EngineStep).records
+    assert len(steps) == 2 * once
+    assert [s.step_id - steps[0].step_id for s in steps] == list(range(2 * once))
+    assert main_of_kvtax(["look", str(folder)]) == 0
+    assert f"{2 * once:,} steps" in capsys.readouterr().out
 
 
 ROUNDS, STEPS = 10, 100
@@ -143,47 +132,7 @@ def test_off_is_undecided_where_the_noise_would_hide_anything():
     assert judged(samples(again_us=15, off_us=1))[-1] == "undecided"
 
 
-ROUNDS = 12
-
-
-@pytest.fixture(autouse=True)
-def few_replicates(monkeypatch):
-    """No figure here is near the end of an interval."""
-    monkeypatch.setattr(resampling, "ROUND_REPLICATES", 100)
-
-
-def answers() -> dict:
-    """Times in ms of a machine that gets slower; the proxy adds 1.5 ms to all."""
-    rng = np.random.default_rng(1)
-    found = {}
-    for body in BODIES:
-        direct = [list(rng.normal(1 + r / 10, 0.05, 40)) for r in range(ROUNDS)]
-        found[DIRECT, body] = direct
-        found["proxy", body] = [[ms + 1.5 for ms in of_round] for of_round in direct]
-    return found
-
-
-@pytest.mark.parametrize("percent", [50, 99])
-def test_what_is_added_is_the_difference_whatever_the_machine_does(percent):
-    found = added(answers(), "proxy", "small", percent)
-    assert found.value == pytest.approx(1.5)
-    assert found.ci95 == pytest.approx((1.5, 1.5))
-
-
-def test_each_target_has_a_row_for_each_body():
-    rows = added_table(answers(), ["proxy"]).splitlines()[2:]
-    assert len(rows) == len(BODIES)
-    assert all("+1.50 [+1.50, +1.50]" in row for row in rows)
-
-
-def test_rates_are_medians_of_the_rounds_with_their_range():
-    rounds = [[1_000.0, 9.0], [3_000.0, 7.0], [2_000.0, 8.0]]
-    rates = {("proxy", body): rounds for body in BODIES}
-    assert "2,000 [1,000, 3,000]" in rates_table(rates, ["proxy"], 0)
-    assert "8 [7, 9]" in rates_table(rates, ["proxy"], 1)
-
-
-STRESSOR = (sys.executable, "-m", "kvtax", "bench", "stressor", "--")
+STRESSOR = (sys.executable, "-m", "benchmarks", "stressor", "--")
 # The first thing that a sweep looks at.
 SEEN_BY_A_SWEEP = """
 import os
@@ -203,7 +152,7 @@ def test_a_sweep_beside_it_is_not_refused_and_its_exit_status_is_passed_on():
 
 
 def test_a_stressor_without_a_command_is_refused(capsys):
-    assert main(["bench", "stressor", "--"]) == 2
+    assert main(["stressor", "--"]) == 2
     assert "give a command after --" in capsys.readouterr().err
 
 

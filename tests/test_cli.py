@@ -89,7 +89,6 @@ def test_every_subcommand_has_help_and_is_in_the_overview(ended, command):
         ["patch", "--check", "--target", "no/such/vllm"],
         ["gate", "no_such_module:Connector", "--python", "/no/such/python"],
         ["fleet", "no/such/experiment.toml", "--virtual"],
-        ["bench", "no-such-benchmark"],
     ],
     ids=" ".join,
 )

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.command import BENCHMARKS
+from benchmarks.__main__ import BENCHMARKS
 from kvtax.cli import subcommands
 from kvtax.paths import REPOSITORY
 from tools.locked_results import ResultsError, fingerprint, make, read_lock
@@ -103,7 +103,7 @@ def breaches(name: str, document: dict[str, Any]) -> list[str]:
     command = MADE_BY.get(name) or first.get("command_line")
     if not command:
         lacks.append("names no command")
-    elif not (exists(command) or is_of_a_study(name, command, commits_of(first)[0])):
+    elif not (exists(command) or is_named(name, command, commits_of(first)[0])):
         lacks.append(f"{command.split(' --')[0]!r} does not exist")
     elif re.search(r"[\s=]/", command):
         lacks.append("names a folder of one machine")
@@ -128,25 +128,22 @@ def exists(command: str) -> bool:
         makefile = (REPOSITORY / "Makefile").read_text()
         return re.search(f"^{words[0]}:", makefile, re.MULTILINE) is not None
     if program == "kvtax":
-        if words[0] == "bench":
-            return words[1] in {benchmark.name for benchmark in BENCHMARKS}
         return words[0] in {one.name for one in subcommands(["fleet"])}
+    if words[:2] == ["-m", "benchmarks"]:
+        return words[2] in {benchmark.name for benchmark in BENCHMARKS}
     if words[:1] == ["-m"]:
         file = REPOSITORY / words[1].replace(".", "/")
         return file.with_suffix(".py").exists() or (file / "__main__.py").exists()
     return False
 
 
-def is_of_a_study(name: str, command: str, commit: str) -> bool:
-    """Return whether a study's README names the commit, which has its command."""
-    room, study, *_ = Path(name).parts
-    old = re.match(r"kvtax bench (\w+)", command)
-    if room != "studies" or not old:
-        return False
-    pages = [REPOSITORY / room / part / "README.md" for part in (study, "")]
+def is_named(name: str, command: str, commit: str) -> bool:
+    """Return whether a result of an earlier command has a page with its commit."""
+    folders = [REPOSITORY / folder for folder in Path(name).parents]
+    pages = [folder / "README.md" for folder in folders]
+    pages.append(REPOSITORY / "docs" / "benchmarks.md")
     named = any(page.exists() and commit[:7] in page.read_text() for page in pages)
-    files = _git("ls-tree", "--name-only", commit, "benchmarks/").split()
-    return named and f"benchmarks/{old[1]}.py" in files
+    return named and command.startswith("kvtax bench ")
 
 
 @functools.cache

@@ -203,7 +203,7 @@ def test_the_fleet_s_wheel_adds_its_commands(environment, tmp_path):
     assert "12,031" in told.stdout
 
 
-@pytest.mark.parametrize("command", ["sweep", "bench", "axes"])
+@pytest.mark.parametrize("command", ["sweep", "axes"])
 def test_what_needs_a_checkout_says_so(kvtax, command):
     refused = kvtax(*command.split())
     assert refused.returncode == 2

@@ -56,7 +56,6 @@ COMMANDS = (
     Command("compare", "compare two sweeps, check limits", "kvtax.cli.compare"),
     Command("sweep", "measure connectors against cache size", "microbench.command"),
     Command("axes", "measure connectors by release and axis", "kvtax.cli.axes"),
-    Command("bench", "measure what kvtax's own parts cost", "benchmarks.command"),
 )
 # Commands of the fleet's project, where it is not installed.
 FLEET = [
@@ -67,7 +66,7 @@ FLEET = [
 COMPLETION = "_ARGCOMPLETE"
 # Entry points by which another package adds its `Command`s.
 ENTRY_POINTS = "kvtax.commands"
-CHECKOUT_ROOMS = {"microbench", "benchmarks", "connectors", "tools"}
+CHECKOUT_ROOMS = {"microbench", "connectors", "tools"}
 CHECKOUT_REMEDY = (
     "needs a checkout of kvtax and its environment: clone the repository, run "
     "bash setup.sh there, then .venv/bin/kvtax"

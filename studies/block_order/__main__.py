@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from benchmarks.results import Variant, at_least, configure_rounds, engines, turns
 from kvtax.engine.installation import Installation
 from kvtax.engine.releases import release
 from kvtax.report.markdown import table
@@ -27,6 +26,7 @@ from kvtax.stats import Estimate
 from kvtax.stats.resampling import over_rounds, ratio
 from studies.block_order.worker import BLOCK_TOKENS, LAYERS, ORDERS
 from studies.harness import main, publish, rows_table
+from studies.results import Variant, at_least, configure_rounds, engines, turns
 
 PATCH = "mooncake_sorted_block_groups"
 WORKER = "studies.block_order.worker"

@@ -21,13 +21,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from benchmarks.results import Variant, configure_rounds, engines, turns
 from kvtax.engine.installation import Installation
 from kvtax.engine.releases import on_sources, release, tested_releases
 from kvtax.paths import REPOSITORY
 from kvtax.stats import Estimate
 from kvtax.stats.resampling import difference, over_rounds
 from studies.harness import main, publish, rows_table
+from studies.results import Variant, configure_rounds, engines, turns
 
 RELEASES = ("0.32.0", "0.33.0")
 PATCH = "block_pool_delta_listener"

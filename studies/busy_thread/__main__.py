@@ -21,7 +21,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from benchmarks.results import configure_rounds
 from kvtax.engine.connector import load_connector
 from kvtax.engine.null_model import CPU_ENGINE
 from kvtax.stats import Estimate
@@ -37,6 +36,7 @@ from studies.exposure.bench import (
     measure,
 )
 from studies.harness import main, publish, rows_table
+from studies.results import configure_rounds
 
 CONFIGS = [FLOOR, "mooncake_both", "mooncake_both_fixed"]
 RANKS = (1, 2)

@@ -25,7 +25,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from benchmarks.results import configure_rounds
 from kvtax.engine.connector import load_connector
 from kvtax.engine.null_model import CPU_ENGINE
 from kvtax.stats import Estimate
@@ -42,6 +41,7 @@ from studies.exposure.bench import (
     measure,
 )
 from studies.harness import main, publish, rows_table
+from studies.results import configure_rounds
 
 LOADS = (0.25, 0.5, 0.9, 1.0)
 DELAYS_US = (0.0, 200.0, 500.0, 1_000.0, 2_000.0)

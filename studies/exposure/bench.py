@@ -14,12 +14,12 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from benchmarks.results import turns
 from kvtax.engine.engine_process import EngineProcess
 from kvtax.look.instances import read_instances
 from kvtax.records.steps import only_life, read_device_steps
 from kvtax.stats.distribution import Floats, as_float
 from kvtax.steps.critical_path import exposed
+from studies.results import turns
 
 # The second is no longer than a slow host's work.
 FORWARD_US, SHORT_FORWARD_US = 7_000, 2_000

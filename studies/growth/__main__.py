@@ -18,13 +18,13 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from benchmarks.results import Variant, at_least, configure_rounds, engines, turns
 from kvtax.engine.installation import Installation
 from kvtax.engine.releases import release
 from kvtax.stats import Estimate
 from kvtax.stats.distribution import Floats
 from kvtax.stats.resampling import over_rounds, ratio
 from studies.harness import main, publish, rows_table
+from studies.results import Variant, at_least, configure_rounds, engines, turns
 
 MIN_ROUNDS, MIN_STEPS = 4, 20
 RELEASE = "0.32.0"

@@ -18,7 +18,6 @@ import msgspec
 import numpy as np
 from kvtax_fleet.records.host_times import StepTime, StepTimes
 
-from benchmarks.results import Variant, engines
 from kvtax.axes.matrix import RESULTS as CELLS
 from kvtax.records.files import read_document, write_whole
 from kvtax.records.observatory_cell import CellRecord, read_cells
@@ -28,6 +27,7 @@ from kvtax.stats.quantiles import median_of_passes
 from studies.harness import main, publish
 from studies.host_table.host import BLOCK_TOKENS, HELD_TOKENS, LONG_BATCH, host_steps
 from studies.host_table.worker import PROFILE
+from studies.results import Variant, engines
 
 HELD_BATCH = 8
 # The release that runs in virtual time here.

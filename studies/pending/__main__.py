@@ -34,7 +34,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from benchmarks.results import Variant, configure_rounds, engines, turns
 from kvtax.engine.connector import load_connector
 from kvtax.engine.engine_process import EngineProcess
 from kvtax.engine.installation import Installation
@@ -45,6 +44,7 @@ from kvtax.stats import Estimate
 from kvtax.stats.distribution import Floats
 from kvtax.stats.resampling import over_rounds
 from studies.harness import main, publish, rows_table
+from studies.results import Variant, configure_rounds, engines, turns
 
 NEWEST, BEFORE_FORWARD = "0.33.0", "0.28.0"
 ON_A_CPU = ["cpu_uniproc", "cpu_small_blocks"]

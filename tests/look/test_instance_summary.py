@@ -15,7 +15,6 @@ import numpy as np
 import polars as pl
 import pytest
 
-from benchmarks.look import write_servers
 from kvtax.cli import demo
 from kvtax.cli import main as main_of_kvtax
 from kvtax.cli.look import PAGE
@@ -40,6 +39,7 @@ from kvtax.records.warning import RunWarning
 from kvtax.stats import Estimate
 from kvtax.stats.distribution import t_quantile
 from kvtax.stats.least_squares import STRETCHES
+from tests.harness.made_up_life import write_servers
 from tests.look.by_line import records as by_line
 from tests.look.conftest import main, only
 from tests.look.made_up_server import FIRST_NS, Server, served

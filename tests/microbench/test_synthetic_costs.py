@@ -20,11 +20,11 @@ import polars as pl
 import pytest
 
 from benchmarks import power
-from benchmarks.results import BadArguments
 from kvtax.records.files import LineFile
 from kvtax.records.steps import EngineHeader, ThreadsHeader, ThreadTimes, WorkerHeader
 from kvtax.verdict.analysis import analyse
 from kvtax.verdict.trials import load_run
+from studies.results import BadArguments
 from tests.harness.made_up import FIRST_NS, write_lines
 from tests.microbench.synthetic import (
     LADDER,

@@ -31,15 +31,6 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from benchmarks.results import (
-    Variant,
-    at_least,
-    configure_rounds,
-    engines,
-    publish,
-    quantiles,
-    turns,
-)
 from kvtax.engine.connector import load_connector
 from kvtax.engine.engine_process import EngineProcess, WorkerProcess
 from kvtax.engine.environment import DIRECT_READ_SECRET
@@ -49,6 +40,15 @@ from kvtax.stats import Estimate
 from kvtax.stats.distribution import Floats
 from kvtax.stats.resampling import ratio
 from kvtax.verdict.aims import Aim, aims_table
+from studies.results import (
+    Variant,
+    at_least,
+    configure_rounds,
+    engines,
+    publish,
+    quantiles,
+    turns,
+)
 
 WORKER = "connectors.direct_read.bench.cost_worker"
 BATCH = 8

@@ -28,7 +28,6 @@ from pathlib import Path
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.results import NotMeasured, publish
 from connectors.direct_read.bench.gated_servers import (
     PATCHES,
     GatedServer,
@@ -40,6 +39,7 @@ from kvtax.engine.preflight import require_honest_transfers
 from kvtax.engine.server import SERVED_MODEL, Server
 from kvtax.paths import PATCHES as PATCH_FOLDER
 from kvtax.report.markdown import table
+from studies.results import NotMeasured, publish
 from tests.harness.tiny import BLOCK_TOKENS, VOCAB_SIZE, TinyServers, Tokens, ready
 
 ANSWER_TOKENS = 6

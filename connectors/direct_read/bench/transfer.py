@@ -31,15 +31,6 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from benchmarks.results import (
-    NotMeasured,
-    Variant,
-    configure_rounds,
-    engines,
-    publish,
-    quantiles,
-    turns,
-)
 from connectors.direct_read.peer import Reader, new_engine, places
 from connectors.direct_read.protocol import Offer, Peer, WorkerAddress
 from connectors.direct_read.reads import contiguous_runs
@@ -49,6 +40,15 @@ from kvtax.report.markdown import number, table
 from kvtax.stats import Estimate
 from kvtax.stats.resampling import ratio
 from kvtax.verdict.aims import Aim, judge
+from studies.results import (
+    NotMeasured,
+    Variant,
+    configure_rounds,
+    engines,
+    publish,
+    quantiles,
+    turns,
+)
 
 CONNECTOR = "connector"
 RUNS, SINGLE = "bare, an entry per run", "bare, an entry per block"

@@ -113,7 +113,7 @@ def test_the_text_has_each_size_with_its_own_rows():
 )
 def test_too_little_to_say_anything_is_refused(arguments):
     done = subprocess.run(
-        [sys.executable, "-m", "kvtax", "bench", "direct_read_cost", *arguments],
+        [sys.executable, "-m", "benchmarks", "direct_read_cost", *arguments],
         cwd=REPOSITORY,
         stderr=subprocess.PIPE,
         text=True,
@@ -124,7 +124,7 @@ def test_too_little_to_say_anything_is_refused(arguments):
 
 @pytest.mark.long
 def test_a_small_run_serves_what_is_asked_for_and_writes_it_down(tmp_path):
-    command = [sys.executable, "-m", "kvtax", "bench", "direct_read_cost"]
+    command = [sys.executable, "-m", "benchmarks", "direct_read_cost"]
     command += ["--rounds", "6", "--steps", "200", "--blocks", "8192"]
     command += ["--out", tmp_path / "cost.md"]
     subprocess.run(command, cwd=REPOSITORY, check=True)
@@ -140,7 +140,7 @@ def test_a_small_run_serves_what_is_asked_for_and_writes_it_down(tmp_path):
 
 @pytest.mark.long
 def test_a_small_run_of_transfers_finds_all_blocks_valid(tmp_path):
-    command = [sys.executable, "-m", "kvtax", "bench", "direct_read_transfer"]
+    command = [sys.executable, "-m", "benchmarks", "direct_read_transfer"]
     command += ["--rounds", "8", "--out", tmp_path / "transfer.md"]
     subprocess.run(command, cwd=REPOSITORY, check=True)
     rows = json.loads((tmp_path / "transfer.json").read_text())["rows"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared way of the benchmarks: processes in turn, resource use, result files."""
+"""Processes in turn, resource use and result files, for studies and benchmarks."""
 
 from __future__ import annotations
 
@@ -107,13 +107,6 @@ class Usage(NamedTuple):
     cpu_s: float
     peak_mib: float
 
-    def __str__(self) -> str:
-        """Return the cells of a Markdown table."""
-        return f"{self.wall_s:.1f} | {self.cpu_s:.1f} | {self.peak_mib:,.0f}"
-
-
-USAGE_HEAD = "| | s | CPU s | peak MiB |\n|---|---:|---:|---:|"
-
 
 def usage_of(*arguments: str) -> Usage:
     """Run `kvtax *arguments` and return its resource use. Raises NotMeasured."""
@@ -145,12 +138,13 @@ def publish(
 ) -> int:
     """Print the Markdown `parts`; write them to `out`, and `results` as JSON beside it.
 
-    Both files have the provenance; `command` is the program if it is not `kvtax bench`.
-    Returns the exit code.
+    Both files have the provenance. `command` is the program of a study; without it the
+    result is that of the benchmark `name`. Returns the exit code.
     """
-    facts = provenance.collect(patch_hashes, command or "kvtax", installed)
+    benchmarks = "python -m benchmarks"
+    facts = provenance.collect(patch_hashes, command or benchmarks, installed)
     made = ["## How this was made", facts_list(facts)]
-    text = "\n\n".join([f"# {command or f'kvtax bench {name}'}", *parts, *made]) + "\n"
+    text = "\n\n".join([f"# {command or f'{benchmarks} {name}'}", *parts, *made]) + "\n"
     print(text)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_whole(out, text.encode())
