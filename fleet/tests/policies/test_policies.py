@@ -175,26 +175,6 @@ def test_of_idle_instances_the_studys_lmetric_takes_the_first_and_ours_the_cache
     assert decide("lmetric_study", busy).instance == "b"
 
 
-def test_each_proposed_lmetric_counts_what_its_proposal_says():
-    a = candidate("a", requests=1, pending_prefill_tokens=4000, ongoing_tokens=6000)
-    b = candidate("b", requests=2, cached_tokens=488, ongoing_tokens=32_000)
-    scores = {name: decide(name, [a, b]).scores for name in LMETRICS}
-    assert scores == {
-        "lmetric": {"a": 5000 * 2, "b": 512 * 3},
-        "lmetric_study": {"a": 5000, "b": 512 * 2},
-        "lmetric_llm_d": {"a": 1000 * 2, "b": 512 * 3},
-        "lmetric_dynamo": {"a": 313 * 376, "b": 32 * 2001},
-    }
-    assert decide("lpwl", [a, b]).scores == {"a": 5000, "b": 512}
-
-
-def test_dynamo_adds_scaled_prefill_work_to_the_ongoing_tokens():
-    a = candidate("a", pending_prefill_tokens=200, ongoing_tokens=900)
-    b = candidate("b", cached_tokens=600, ongoing_tokens=1500)
-    assert decide("dynamo", [a, b]).scores == {"a": 2100, "b": 1900}
-    assert decide("dynamo", [a, b], prefill_scale=0.5).instance == "a"
-
-
 def test_cache_aware_takes_the_longest_prefix_above_a_share_of_the_prompt():
     busy = candidate("busy", requests=9, cached_tokens=301)
     idle = candidate("idle", cached_tokens=300)

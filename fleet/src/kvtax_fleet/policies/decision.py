@@ -10,6 +10,7 @@ those of the reference study, so that its classes and ours hold the same request
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -152,4 +153,17 @@ def least(
 ) -> Decision:
     """Return the decision to prefill and decode where the score is lowest."""
     index = lowest(candidates, scores, snapshot.arrivals)
+    return placed(candidates, scores, index, reason)
+
+
+def drawn(
+    candidates: list[Candidate], scores: list[float], snapshot: Snapshot, reason: str
+) -> Decision:
+    """Return the decision to place where the score is lowest, drawn among equal ones.
+
+    The draw depends on the request's number alone, so that it can be repeated.
+    """
+    best = min(scores)
+    tied = [index for index, score in enumerate(scores) if score == best]
+    index = random.Random(snapshot.arrivals).choice(tied) if tied[1:] else tied[0]
     return placed(candidates, scores, index, reason)

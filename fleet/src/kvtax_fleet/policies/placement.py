@@ -10,6 +10,7 @@ from kvtax_fleet.policies.decision import (
     Parameters,
     Policy,
     RequestInfo,
+    drawn,
     least,
     new_tokens,
     placed,
@@ -54,8 +55,9 @@ def _prefill_tokens(request: RequestInfo, candidate: Candidate) -> int:
     return candidate.pending_prefill_tokens + new_tokens(request, candidate)
 
 
-def _blocks(tokens: int) -> int:
-    return -(-tokens // BLOCK_TOKENS)
+def _new_blocks(request: RequestInfo, candidate: Candidate) -> int:
+    blocks = -(-request.prompt_tokens // BLOCK_TOKENS)
+    return max(0, blocks - candidate.cached_tokens // BLOCK_TOKENS)
 
 
 # Scores without affinity, override or parameter; of equal ones `lowest` decides.
@@ -65,14 +67,15 @@ SCORES: dict[str, Score] = {
     "lmetric": lambda request, candidate: (
         _prefill_tokens(request, candidate) * (candidate.requests + 1)
     ),
-    # As proposed to llm-d (llm-d-router pull request 2351): without the queue's tokens.
+    # As proposed to llm-d (llm-d-router pull request 2351): in blocks, no queue.
     "lmetric_llm_d": lambda request, candidate: (
-        new_tokens(request, candidate) * (candidate.requests + 1)
+        _new_blocks(request, candidate) * (candidate.requests + 1)
     ),
-    # As proposed to Dynamo (ai-dynamo/dynamo pull request 11028): blocks for requests.
+    # As proposed to Dynamo (ai-dynamo/dynamo pull request 11028): blocks in flight, the
+    # request's own included, for requests. In tokens, so that nothing is rounded.
     "lmetric_dynamo": lambda request, candidate: (
-        _blocks(_prefill_tokens(request, candidate))
-        * (_blocks(candidate.ongoing_tokens) + 1)
+        _prefill_tokens(request, candidate)
+        * (candidate.ongoing_tokens + request.prompt_tokens + BLOCK_TOKENS)
     ),
     # The reference study's last policy.
     "lpwl": _prefill_tokens,
@@ -135,8 +138,17 @@ def decide_unified(
 
 
 class DynamoParameters(Parameters, frozen=True):
-    """`prefill_scale`: ongoing tokens that one token to prefill is worth."""
+    """Dynamo's four weights, with its defaults.
 
+    `overlap_credit`: tokens that one cached token saves; `overlap_credit_decay`: by how
+    much prefill above the least of all instances lowers that; `decode_request_weight`:
+    blocks that a request in flight is worth; `prefill_scale`: ongoing tokens that one
+    token to prefill is worth.
+    """
+
+    overlap_credit: float = 1.0
+    overlap_credit_decay: float = 0.0
+    decode_request_weight: float = 0.0
     prefill_scale: float = 1.0
 
 
@@ -145,20 +157,35 @@ def decide_dynamo(
 ) -> Decision:
     """Choose by the tokens to prefill before ours are done, plus the ongoing tokens.
 
-    score = prefill_scale * (pending prefill tokens + the request's new tokens) +
-    ongoing tokens.
+    score = prefill_scale * max(0, pending prefill tokens + prompt tokens - credit *
+    cached tokens) + ongoing tokens + prompt tokens + decode_request_weight * 16 *
+    requests; credit = overlap_credit / (1 + overlap_credit_decay * excess), excess =
+    pending prefill tokens above the least of all candidates, in prompts of this size.
 
-    Dynamo's KV router adds so by default, in blocks, with a temperature of 0 and this
-    scale (ai-dynamo/dynamo issues 11028 and 11029). It counts a block that several
-    requests in flight share once; here each has its own.
+    The KV router of ai-dynamo/dynamo at 07a6c9ce (`worker_logit`) scores so, in blocks,
+    and draws among equal scores. It counts a block that several requests in flight
+    share once; here each has its own.
     """
     candidates = serving(snapshot)
-    scores = [
-        parameters.prefill_scale * _prefill_tokens(request, candidate)
-        + candidate.ongoing_tokens
-        for candidate in candidates
-    ]
-    return least(candidates, scores, snapshot, "lowest score")
+    least_pending = min(candidate.pending_prefill_tokens for candidate in candidates)
+    request_tokens = -(-request.prompt_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
+
+    def score(candidate: Candidate) -> float:
+        pending = candidate.pending_prefill_tokens
+        excess = (pending - least_pending) / max(1, request_tokens)
+        credit = parameters.overlap_credit / (
+            1 + parameters.overlap_credit_decay * excess
+        )
+        cached = credit * min(candidate.cached_tokens, request.prompt_tokens)
+        prefill = max(0.0, pending + request.prompt_tokens - cached)
+        in_flight = candidate.ongoing_tokens + request.prompt_tokens
+        of_requests = parameters.decode_request_weight * candidate.requests
+        return (
+            parameters.prefill_scale * prefill + in_flight + of_requests * BLOCK_TOKENS
+        )
+
+    scores = [score(candidate) for candidate in candidates]
+    return drawn(candidates, scores, snapshot, "lowest score")
 
 
 class LinearParameters(Parameters, frozen=True):
@@ -245,7 +272,7 @@ def decide_cache_aware(
     return least(candidates, scores, snapshot, reason)
 
 
-class WeightedParameters(Parameters, frozen=True):
+class ScorerParameters(Parameters, frozen=True):
     """Weights of the three scores."""
 
     prefix: float = 3.0
@@ -253,41 +280,64 @@ class WeightedParameters(Parameters, frozen=True):
     kv: float = 2.0
 
 
-def decide_weighted(
-    request: RequestInfo, snapshot: Snapshot, parameters: WeightedParameters
+def decide_llm_d(
+    request: RequestInfo, snapshot: Snapshot, parameters: ScorerParameters
 ) -> Decision:
     """Choose by a sum of three scores between 0 and 1, each with its weight.
 
-    - prefix: the share of the prompt that is cached there;
-    - queue: 1 for the instance with the shortest queue, 0 for the longest;
-    - kv: the share of its KV that is free; 1 if its size is unknown.
+    - prefix: the share of the prompt's whole blocks that is cached there;
+    - queue: 1 for the instance with the fewest waiting requests, 0 for the most;
+    - kv: the share of its KV that is free.
 
-    llm-d's router scores so by default, with these weights. As `llm_d`, queue and KV
-    are those of the instances' metrics, 50 ms old at most, as llm-d's router reads
-    them; as `weighted`, the requests in flight and their tokens.
+    llm-d's router scores so by default, with these weights (llm-d-router at ebab687),
+    and draws among equal scores. Queue and KV are those of the instances' metrics,
+    50 ms old at most.
     """
     candidates = serving(snapshot)
-    queues = [
-        each.requests if each.waiting is None else each.waiting for each in candidates
-    ]
-    most = max(queues)
-    spread = max(1, most - min(queues))
-    # Lower is better in a decision.
-    scores = [
-        -(
-            parameters.prefix
-            * min(1.0, candidate.cached_tokens / max(1, request.prompt_tokens))
-            + parameters.queue * (most - queue) / spread
-            + parameters.kv * _free_kv(candidate)
-        )
-        for candidate, queue in zip(candidates, queues, strict=True)
-    ]
+    queues = [candidate.waiting or 0 for candidate in candidates]
+    free = [1 - (candidate.kv_used or 0.0) for candidate in candidates]
+    scores = _scorer_sums(request, candidates, queues, free, parameters)
+    return drawn(candidates, scores, snapshot, "highest weighted score")
+
+
+def decide_weighted(
+    request: RequestInfo, snapshot: Snapshot, parameters: ScorerParameters
+) -> Decision:
+    """Choose as `llm_d`, by the proxy's own counts instead of the instances' metrics.
+
+    The queue is the requests in flight, and KV in use their tokens; all of it is free
+    where an instance's size is unknown.
+    """
+    candidates = serving(snapshot)
+    queues = [candidate.requests for candidate in candidates]
+    free = [_free_kv(candidate) for candidate in candidates]
+    scores = _scorer_sums(request, candidates, queues, free, parameters)
     return least(candidates, scores, snapshot, "highest weighted score")
 
 
+def _scorer_sums(
+    request: RequestInfo,
+    candidates: list[Candidate],
+    queues: list[int],
+    free: list[float],
+    parameters: ScorerParameters,
+) -> list[float]:
+    """Return the weighted sums with the sign turned: lower is better in a decision."""
+    longest = max(queues)
+    spread = max(1, longest - min(queues))
+    blocks = max(1, request.prompt_tokens // BLOCK_TOKENS)
+    return [
+        -(
+            parameters.queue * (longest - queue) / spread
+            + parameters.kv * kv
+            + parameters.prefix
+            * min(1.0, candidate.cached_tokens // BLOCK_TOKENS / blocks)
+        )
+        for candidate, queue, kv in zip(candidates, queues, free, strict=True)
+    ]
+
+
 def _free_kv(candidate: Candidate) -> float:
-    if candidate.kv_used is not None:
-        return 1 - candidate.kv_used
     if not candidate.kv_tokens:
         return 1.0
     return max(0.0, 1 - candidate.ongoing_tokens / candidate.kv_tokens)
@@ -302,6 +352,6 @@ POLICIES = {
     "dynamo": Policy(decide_dynamo, DynamoParameters),
     "cache_aware": Policy(decide_cache_aware, CacheAwareParameters),
     "unified": Policy(decide_unified, UnifiedParameters),
-    "weighted": Policy(decide_weighted, WeightedParameters),
-    "llm_d": Policy(decide_weighted, WeightedParameters, reads_gauges=True),
+    "weighted": Policy(decide_weighted, ScorerParameters),
+    "llm_d": Policy(decide_llm_d, ScorerParameters, reads_gauges=True),
 }
