@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
+
 from kvtax_fleet.policies import POLICIES, parameters_of
 from kvtax_fleet.policies.decision import RequestInfo
 from kvtax_fleet.records.decisions import Candidate, Snapshot
@@ -142,7 +143,7 @@ def test_an_instance_of_the_sources_lowest_cost_is_chosen(rule):
 
 @pytest.mark.parametrize("policy", ["dynamo", "llm_d"])
 def test_equal_scores_are_drawn_from_evenly_and_the_same_again(policy):
-    """Of idle instances each is taken, whatever comes first, by the request's number."""
+    """Of idle instances each is taken about as often, by the number of requests."""
     idle = [Candidate(f"i{index}", "both", 0, 0, 0, 0) for index in range(4)]
     taken = dict.fromkeys((each.name for each in idle), 0)
     for number in range(400):
