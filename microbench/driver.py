@@ -12,7 +12,8 @@ the process below which the server is. Exit codes:
   64   the plan is wrong or OUT exists; nothing was sent
   130  stopped by SIGINT, 143 by SIGTERM: the rest is recorded as cancelled
 
-The CPU time of the server is read at the edges of each hold.
+The CPU time and the memory of the server are read at the edges of each hold, and what
+the null model slept, from FORWARDS beside OUT.
 
 Where the plan asks for it, the driver resets the prefix cache of the idle server, and
 verifies the reset.
@@ -27,7 +28,8 @@ import asyncio
 import contextlib
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 from time import monotonic, perf_counter_ns
@@ -50,13 +52,14 @@ from kvtax.load.plan import (
     timetables,
 )
 from kvtax.records.requests import (
+    CpuReading,
     DriverEnd,
     Phase,
     PhaseStart,
     RequestRecord,
     RequestsHeader,
 )
-from microbench.server_cpu import read_cpu
+from microbench.server_cpu import FORWARDS, read_cpu
 
 # Four blocks of 128 tokens, the largest default block size, and the one token that
 # is always computed.
@@ -174,7 +177,9 @@ def main(url: str, plan_file: str, out: str, supervisor: str) -> int:
     """Send the requests of the plan; return the exit code."""
     try:
         plan = read_plan(Path(plan_file))
-        return asyncio.run(_drive(Run(url, plan, Path(out), int(supervisor))))
+        forwards = Path(out).with_name(FORWARDS)
+        server = partial(read_cpu, int(supervisor), forwards)
+        return asyncio.run(_drive(Run(url, plan, Path(out), server)))
     except PlanError as error:
         return _fail(USAGE, str(error))
     except FileExistsError:
@@ -223,11 +228,13 @@ class Run:
 
     ledger: Ledger
 
-    def __init__(self, url: str, plan: Plan, out: Path, supervisor: int) -> None:
+    def __init__(
+        self, url: str, plan: Plan, out: Path, read_server: Callable[[], CpuReading]
+    ) -> None:
         self.url = url.rstrip("/")
         self.plan = plan
         self.out = out
-        self.supervisor = supervisor
+        self.read_server = read_server
         self.stop = Stop()
         self.reset_error: str | None = None
         self.in_flight = 0
@@ -283,7 +290,7 @@ class Run:
                 await asyncio.sleep(stretch[0].phase.pause_s)
                 await self._send_stretch(client, stretch, reset_ns, ids)
                 if _holds(stretch[-1]):
-                    self.ledger.append(read_cpu(self.supervisor))
+                    self.ledger.append(self.read_server())
 
     async def _send_stretch(
         self,
@@ -301,7 +308,7 @@ class Run:
                     self.ledger.append(PhaseStart(phase.name, start_ns, reset_ns))
                     if _holds(timetable):
                         await alarm.sleep_until(start_ns)
-                        self.ledger.append(read_cpu(self.supervisor))
+                        self.ledger.append(self.read_server())
                     for due in due_ns:
                         record = self._records[id_ := next(ids)]
                         record.intended_ns = start_ns + due

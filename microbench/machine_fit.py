@@ -19,7 +19,7 @@ from kvtax.engine.installation import Installation
 from kvtax.engine.null_model import find_model
 from kvtax.engine.preflight import PreflightError
 from microbench.profile import Profile
-from microbench.workshop import build_overlays
+from microbench.specs import build_overlays
 
 
 def fitted(profile: Profile) -> Profile:

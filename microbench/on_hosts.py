@@ -20,8 +20,8 @@ from kvtax.hosts import Task, finished_tasks, require_same
 from kvtax.records.files import read_document, write_document, write_whole
 from kvtax.records.run import PLAN_FILE, HostRecord, RunRecord, TrialRecord
 from microbench.profile import Profile
-from microbench.trial import PlannedTrial, read_finished
-from microbench.workshop import workshop
+from microbench.specs import first_trials, round_of
+from microbench.trial import TrialSpec, read_finished, run_trial
 
 PROVENANCE = "provenance.json"
 
@@ -39,7 +39,7 @@ def run_on_hosts(
     vllm: str | None,
     run_dir: Path,
     run: RunRecord,
-    plan: list[PlannedTrial],
+    plan: list[TrialSpec],
     resume: bool,
 ) -> list[TrialRecord]:
     """Run the whole rounds of `plan` on the hosts; return a record per trial.
@@ -69,7 +69,7 @@ def run_on_hosts(
     return _records(run_dir, plan)
 
 
-def _records(run_dir: Path, plan: list[PlannedTrial]) -> list[TrialRecord]:
+def _records(run_dir: Path, plan: list[TrialSpec]) -> list[TrialRecord]:
     files = [run_dir / trial.folder / "trial.json" for trial in plan]
     return [read_document(file, TrialRecord) for file in files]
 
@@ -99,7 +99,7 @@ def measure_round(
     require_same(installed, versions)
     facts = provenance.collect({}, "bash run_all.sh --ray", installed)
     check_machine(profile, installed=installed)
-    with workshop(folder.with_name("workshop"), profile, installed) as shop:
-        for planned in shop.round(repeat):
-            shop.run(folder / planned.folder, planned)
+    with first_trials(folder.with_name("specs"), profile, installed) as first:
+        for spec in round_of(first, repeat):
+            run_trial(folder / spec.folder, spec)
     write_whole(folder / PROVENANCE, msgspec.json.encode(facts))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,14 +22,15 @@ from kvtax.records.requests import DECODERS, Phase
 # Prompts of the requests that decode while a level is held, and of those that arrive:
 # with its answer, one of these fills no block of 16 tokens.
 DECODER_TOKENS, ARRIVAL_TOKENS, ANSWER_TOKENS = 16, 12, 2
-# A server beyond the first `repeats` goes up the levels so many times as often.
-FURTHER = 3
 # Few requests fill the cache, and a scheduled prompt is one step.
 FILL_TOKENS = 8_000
 # As fast as the driver can send without falling behind.
 FILL_RPS, DECODERS_RPS = 100.0, 1_000.0
 # Before a hold.
-MOST_PAUSE_S = 0.3
+MOST_PAUSE_S = 0.1
+# Behind one hold of each pass: a pause, then so many requests of each kind.
+IDLE_S, EVENTS = 1.0, 2
+LONG_TOKENS = 4_096
 # First word of the seed of a server's holds.
 HOLDS = 3
 
@@ -71,22 +73,31 @@ class Profile(ProfileRecord, forbid_unknown_fields=True, frozen=True, kw_only=Tr
             return write_null_model(folder, self.max_model_len, forward)
         return real_model(folder, self.model, self.layers)
 
-    def passes(self, repeat: int) -> int:
-        """Return how often the `repeat`-th server of a config goes up the levels."""
-        return self.load.ladder.passes * (FURTHER if repeat >= self.repeats else 1)
+    def growing(self) -> set[str]:
+        """Return the configs whose first server has growth and plateau.
 
-    def plan(self, model: str, vocab_size: int, repeat: int) -> Plan:
-        """Plan the driver's requests: growth, plateau, and the passes of the ladder.
-
-        Growth and plateau are of the first server only.
+        One of each connector class: the first that a reference study has figures of, or
+        the first of all.
         """
+        by_class: dict[str, dict[str, Connector]] = {}
+        for name, connector in self.connectors().items():
+            kind = (connector.kv_transfer_config or {}).get("kv_connector", "")
+            by_class.setdefault(kind, {})[name] = connector
+        return {
+            min(group, key=lambda name: group[name].report.reference is None)
+            for group in by_class.values()
+        }
+
+    def plan(self, model: str, vocab_size: int, repeat: int, grows: bool) -> Plan:
+        """Plan the driver's requests: growth and plateau if it `grows`, then passes."""
         load = self.load
-        growth_requests = -(-self.num_blocks // self._blocks(load.output_tokens))
-        growth = [
-            PlannedPhase(Phase.GROWTH.label, growth_requests, load.rate_rps),
-            PlannedPhase(Phase.PLATEAU.label, load.plateau_requests, load.rate_rps),
-        ]
-        holds = list(self._phases(repeat))
+        growth = []
+        if grows:
+            requests = -(-self.num_blocks // self._blocks(load.output_tokens))
+            growth = [
+                PlannedPhase(Phase.GROWTH.label, requests, load.rate_rps),
+                PlannedPhase(Phase.PLATEAU.label, load.plateau_requests, load.rate_rps),
+            ]
         return Plan(
             model=model,
             seed=repeat,
@@ -96,7 +107,7 @@ class Profile(ProfileRecord, forbid_unknown_fields=True, frozen=True, kw_only=Tr
             arrival=load.arrival,
             lag_budget_ms=load.lag_budget_ms,
             request_timeout_s=load.request_timeout_s,
-            phases=[*growth, *holds] if repeat == 0 else holds,
+            phases=[*growth, *self._phases(repeat)],
         )
 
     def _blocks(self, output_tokens: int) -> int:
@@ -110,27 +121,31 @@ class Profile(ProfileRecord, forbid_unknown_fields=True, frozen=True, kw_only=Tr
         All configs have the same holds. In a random order a level is neither a time nor
         an age of the cache, and with random pauses no neighbour keeps pace with it.
         Many decoders follow a hold of their level in every second pass, where the
-        cache is older than behind a reset.
+        cache is older than behind a reset. Events follow a hold of the lowest and of
+        the highest level in turn.
         """
         ladder = self.load.ladder
         rng = np.random.default_rng([HOLDS, repeat])
         many = (0, ladder.stated_level) if ladder.many_decoders else ()
-        for number in range(self.passes(repeat)):
+        for number in range(ladder.passes):
             levels = [*range(len(ladder.levels)), rng.integers(len(ladder.levels))]
             left = rng.permutation(many).tolist()
+            eventful = len(ladder.levels) - 1 if number % 2 else 0
             for level in rng.permutation(levels).tolist():
-                yield _Hold(level, ladder.decoders, rng.uniform(0, MOST_PAUSE_S))
+                pause_s = rng.uniform(0, MOST_PAUSE_S)
+                yield _Hold(level, ladder.decoders, pause_s, level == eventful)
+                eventful = -1 if level == eventful else eventful
                 if number % 2 and level in left:
                     left.remove(level)
-                    yield _Hold(level, ladder.many_decoders, 0.0)
+                    yield _Hold(level, ladder.many_decoders)
             for level in left:
-                yield _Hold(level, ladder.many_decoders, 0.0)
+                yield _Hold(level, ladder.many_decoders)
 
     def _phases(self, repeat: int) -> Iterator[PlannedPhase]:
         """Fill the cache to the level of each hold, and hold it there."""
         ladder = self.load.ladder
         blocks_of_prompt = FILL_TOKENS // self.block_size
-        filled = float("inf")
+        filled, last_fill = float("inf"), ""
         for number, hold in enumerate(self._holds(repeat)):
             share = ladder.levels[hold.level]
             # Peers that read find a prompt at every level.
@@ -144,8 +159,7 @@ class Profile(ProfileRecord, forbid_unknown_fields=True, frozen=True, kw_only=Tr
             reset = target < filled - (0 if is_empty else blocks_of_prompt)
             filled = 0 if reset else filled
             requests = max(round((target - filled) / blocks_of_prompt), 0)
-            place = (number, hold.level, hold.decoders)
-            fill = Phase.FILL.at(*place)
+            fill = Phase.FILL.at(number, hold.level, hold.decoders)
             if requests:
                 yield PlannedPhase(
                     fill,
@@ -156,31 +170,62 @@ class Profile(ProfileRecord, forbid_unknown_fields=True, frozen=True, kw_only=Tr
                     prompt_tokens=FILL_TOKENS,
                     output_tokens=1,
                 )
-                filled += requests * blocks_of_prompt
-            yield PlannedPhase(
-                f"{fill}{DECODERS}",
-                hold.decoders,
-                DECODERS_RPS,
-                after_answers=True,
-                pause_s=hold.pause_s,
-                prompt_tokens=DECODER_TOKENS,
-                output_tokens=ladder.output_tokens,
-            )
-            yield PlannedPhase(
-                Phase.HOLD.at(*place),
-                ladder.arrivals,
-                ladder.arrivals_rps,
-                prompt_tokens=ARRIVAL_TOKENS,
-                output_tokens=ANSWER_TOKENS,
-            )
+                filled, last_fill = filled + requests * blocks_of_prompt, fill
+            yield from self._held(number, hold)
             blocks_of_decoder = DECODER_TOKENS + ladder.output_tokens - 1
             filled += hold.decoders * (blocks_of_decoder // self.block_size)
+            if hold.has_events:
+                yield from self._events(number, hold, last_fill)
+                filled += EVENTS * LONG_TOKENS // self.block_size
+
+    def _held(self, number: int, hold: _Hold) -> Iterator[PlannedPhase]:
+        """Start the requests that decode, and those that arrive meanwhile."""
+        ladder, place = self.load.ladder, (number, hold.level, hold.decoders)
+        yield PlannedPhase(
+            f"{Phase.FILL.at(*place)}{DECODERS}",
+            hold.decoders,
+            DECODERS_RPS,
+            after_answers=True,
+            pause_s=hold.pause_s,
+            prompt_tokens=DECODER_TOKENS,
+            output_tokens=ladder.output_tokens,
+        )
+        yield PlannedPhase(
+            Phase.HOLD.at(*place),
+            ladder.arrivals,
+            ladder.arrivals_rps,
+            prompt_tokens=ARRIVAL_TOKENS,
+            output_tokens=ANSWER_TOKENS,
+        )
+
+    def _events(
+        self, number: int, hold: _Hold, last_fill: str
+    ) -> Iterator[PlannedPhase]:
+        """Send what users do beside decoding: after idleness, a hit, a long prompt."""
+        place, rps = (number, hold.level, hold.decoders), self.load.ladder.arrivals_rps
+        event = partial(PlannedPhase, after_answers=True, output_tokens=ANSWER_TOKENS)
+        yield event(
+            Phase.AFTER_IDLE.at(*place),
+            1,
+            rps,
+            pause_s=IDLE_S,
+            prompt_tokens=ARRIVAL_TOKENS,
+        )
+        yield event(
+            Phase.HIT.at(*place),
+            EVENTS,
+            rps,
+            prompt_tokens=FILL_TOKENS,
+            repeats_prompt=last_fill,
+        )
+        yield event(Phase.LONG.at(*place), EVENTS, rps, prompt_tokens=LONG_TOKENS)
 
 
 class _Hold(NamedTuple):
     level: int
     decoders: int
-    pause_s: float
+    pause_s: float = 0.0
+    has_events: bool = False
 
 
 def load_profile(name: str) -> Profile:
@@ -194,5 +239,5 @@ def measured_with(name: str, configs: list[str]) -> list[str]:
     The baseline, its twin, which shows the noise, and the connector that does nothing.
     """
     roles = {config: load_connector(config).report.role for config in configs}
-    before = [one for one in configs if roles[one] in ("baseline", "floor")]
-    return [*before, name, *(one for one in configs if roles[one] == "twin")]
+    before = [config for config in configs if roles[config] in ("baseline", "floor")]
+    return [*before, name, *(config for config in configs if roles[config] == "twin")]

@@ -6,15 +6,15 @@ Repeats run the configs forwards and backwards in turn, so that a machine that w
 or slows down does so for all of them alike.
 
 After the first repeats, and after each further round, configs without a verdict are
-measured again, as often as the profile allows. Several looks give chance several tries,
-so all intervals are widened by the number of looks that the profile allows
-(kvtax/verdict/measured.py).
+measured again, and those of which a statement needs more servers, as often as the
+profile allows. Several looks give chance several tries, so all intervals are widened by
+the number of looks that the profile allows (kvtax/verdict/measured.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -24,20 +24,23 @@ from kvtax import run_folder
 from kvtax.engine import provenance
 from kvtax.engine.installation import Installation
 from kvtax.engine.preflight import check_machine
-from kvtax.records import stacks
 from kvtax.records.files import read_document, write_document
 from kvtax.records.profile import ProfileRecord
-from kvtax.records.run import PLAN_FILE, HostRecord, PlanEntry, RunRecord
+from kvtax.records.run import PLAN_FILE, HostRecord, PlanEntry, Role, RunRecord
 from kvtax.run_folder import RunFolderError
 from kvtax.verdict.analysis import analyse
 from kvtax.verdict.trials import load_run
 from kvtax.verdict.warnings import largest_relative_bound
+from microbench import cpu_profile
 from microbench.profile import Profile
-from microbench.trial import PlannedTrial, TrialRecord, read_finished
-from microbench.workshop import Workshop, workshop
+from microbench.specs import first_trials, round_of
+from microbench.trial import TrialRecord, TrialSpec, read_finished, run_trial
 
+GROWING_SERVERS, COMPARED_SERVERS = 3, 2
+# Of a config: the records of the server that was sampled.
+SAMPLED = "sampled"
 # Measures the trials of a plan: run_dir, run, plan, resume.
-Rounds = Callable[[Path, RunRecord, list[PlannedTrial], bool], list[TrialRecord]]
+Rounds = Callable[[Path, RunRecord, list[TrialSpec], bool], list[TrialRecord]]
 
 
 def sweep(
@@ -55,63 +58,62 @@ def sweep(
     """
     if on_hosts is None:
         check_machine(profile, installed=installed)
-    with workshop(run_dir, profile, installed) as shop:
+    with first_trials(run_dir, profile, installed) as first:
         rounds = range(profile.repeats)
-        plan = [trial for repeat in rounds for trial in shop.round(repeat)]
+        plan = [trial for repeat in rounds for trial in round_of(first, repeat)]
         hosts: list[HostRecord] | None = None if on_hosts is None else []
         run = _begin_run(run_dir, profile, installed, plan, hosts)
-        run_all = on_hosts or partial(_run_all, shop)
+        run_all = on_hosts or _run_all
         records = run_all(run_dir, run, plan, resume)
         while names := configs_of_next_round(run_dir, profile, records):
             repeat = 1 + max(trial.repeat for trial in run.plan)
             # A host measures all configs or none.
-            more = shop.round(repeat, names if on_hosts is None else None)
+            more = round_of(first, repeat, names if on_hosts is None else None)
             run.plan += [PlanEntry(trial.config, trial.repeat) for trial in more]
             write_document(run_dir / PLAN_FILE, run)
             records += run_all(run_dir, run, more, resume)
         if profile_cpu:
-            _sample(run_dir, shop)
+            _sample(run_dir, first)
         return records
 
 
 def _run_all(
-    shop: Workshop,
-    run_dir: Path,
-    run: RunRecord,
-    plan: list[PlannedTrial],
-    resume: bool,
+    run_dir: Path, run: RunRecord, plan: list[TrialSpec], resume: bool
 ) -> list[TrialRecord]:
     """Run the trials of `plan` in order; return their records."""
     records = []
-    for number, planned in enumerate(plan, 1):
-        folder = run_dir / planned.folder
+    for number, spec in enumerate(plan, 1):
+        folder = run_dir / spec.folder
         count = f"[{number}/{len(plan)}]"
-        print(f"{count} {planned.config}, repeat {planned.repeat}", flush=True)
-        record = read_finished(folder, planned) if resume else None
+        print(f"{count} {spec.config}, repeat {spec.repeat}", flush=True)
+        record = read_finished(folder, spec) if resume else None
         if record is None:
-            record = shop.run(folder, planned)
+            record = run_trial(folder, spec)
         print(f"    {_outcome(record)}", flush=True)
         records.append(record)
     return records
 
 
-def _sample(run_dir: Path, shop: Workshop) -> None:
+def _sample(run_dir: Path, first: Mapping[str, TrialSpec]) -> None:
     """Sample the CPU of one more server of each config; nothing is measured on it."""
-    for name, planned in shop.ready.items():
-        folder = run_dir / name / stacks.FOLDER
-        if any(folder.glob("stacks.*.json")):
+    for name, spec in first.items():
+        folder = run_dir / name / SAMPLED
+        if (folder / cpu_profile.FILE).exists():
             continue
         print(f"sweep: sampling {name}", flush=True)
-        record = shop.run(folder, planned, sampled=True)
+        record = run_trial(folder, dataclasses.replace(spec, sampled=True))
         if record.error:
             print(f"sweep: {name} could not be sampled: {record.error}")
+        else:
+            how = cpu_profile.HOW_TO_OPEN
+            print(f"sweep: {folder / cpu_profile.FILE}: {how}")
 
 
 def _begin_run(
     run_dir: Path,
     profile: Profile,
     installed: Installation,
-    plan: list[PlannedTrial],
+    plan: list[TrialSpec],
     hosts: list[HostRecord] | None,
 ) -> RunRecord:
     """Write run.json, or check that the resumed run has the same settings.
@@ -157,29 +159,46 @@ def configs_of_next_round(
     """
     last = max(record.repeat for record in records)
     spent_s = sum(record.wall_s or 0 for record in records)
-    walls_s = [one.wall_s for one in records if one.wall_s and one.repeat == last]
+    walls_s = [trial.wall_s for trial in records if trial.wall_s]
     if last + 1 >= profile.most_repeats or not walls_s:
         return []
-    # At most: a server's start is not longer with more passes.
-    expected_s = np.mean(walls_s) * profile.passes(last + 1) / profile.passes(last)
-    affordable = max(int((60 * profile.minutes - spent_s) / expected_s), 0)
-    return undecided(run_dir, profile.repeats)[:affordable]
+    # At most: a further server has neither growth nor an idle window.
+    affordable = max(int((60 * profile.minutes - spent_s) / np.mean(walls_s)), 0)
+    return wanting(run_dir, profile)[:affordable]
 
 
-def undecided(run_dir: Path, repeats: int) -> list[str]:
-    """Return the inconclusive configs of a run; first come those that need least.
+def wanting(run_dir: Path, profile: Profile) -> list[str]:
+    """Return the configs of a run that need another server.
 
-    Configs with fewer than `repeats` valid servers count as inconclusive, unless all of
-    their servers failed.
+    First come those with fewer valid servers than their statement rests on, then those
+    without a verdict, what needs least before the others. A config of which every
+    server failed needs none.
     """
     run, trials = load_run(run_dir)
-    document = analyse(run, trials, None).document
-    more = {
-        name: largest_relative_bound(entry)
-        for name, entry in document.configs.items()
-        if entry.verdict == "inconclusive" or 0 < entry.n_repeats < repeats
-    }
-    return sorted(more, key=lambda name: more[name])
+    entries = analyse(run, trials, None).document.configs
+    bounds = {}
+    for name, entry in entries.items():
+        role = run.configs.get(name, Role())
+        if 0 < entry.n_repeats < _least_servers(profile, role, entry.verdict):
+            bounds[name] = 0.0
+        elif entry.verdict == "inconclusive":
+            bounds[name] = largest_relative_bound(entry)
+    return sorted(bounds, key=lambda name: bounds[name])
+
+
+def _least_servers(profile: Profile, role: Role, verdict: str | None) -> int:
+    """Return how many servers the statement on a config rests on.
+
+    A cost that grows differs from server to server, and what is compared is known no
+    better than the servers of both.
+    """
+    if verdict == "grows":
+        least = GROWING_SERVERS
+    elif role.role or role.aims:
+        least = COMPARED_SERVERS
+    else:
+        least = profile.repeats
+    return min(max(least, profile.repeats), profile.most_repeats)
 
 
 def _outcome(trial: TrialRecord) -> str:
@@ -188,5 +207,6 @@ def _outcome(trial: TrialRecord) -> str:
         return f"{trial.status}: {trial.error.splitlines()[0]}"
     if trial.wall_s and trial.ready_s:
         took = f"ready in {trial.ready_s:.0f} s, {trial.wall_s:.0f} s in all"
-        return f"{trial.status}, {took}"
+        cold = f"; started cold: {trial.cold_start}" if trial.cold_start else ""
+        return f"{trial.status}, {took}{cold}"
     return trial.status

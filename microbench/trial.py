@@ -10,37 +10,36 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
-import psutil
 
 from kvtax.engine import provenance
 from kvtax.engine.companion import accompanied
 from kvtax.engine.connector import Connector
-from kvtax.engine.environment import DIRECT_READ_SECRET, HASH_SEED, YARDSTICK
 from kvtax.engine.installation import Installation
 from kvtax.engine.null_model import Checkpoint
-from kvtax.engine.server import SERVED_MODEL, Engine, Server, ServerError, resolve, tail
-from kvtax.proc.ports import Ports, PortsError
+from kvtax.engine.server import (
+    SERVED_MODEL,
+    Server,
+    ServerError,
+    ServerSpec,
+    resolve,
+    tail,
+)
+from kvtax.proc.ports import PortsError
 from kvtax.proc.supervise import Supervised
 from kvtax.records import RecordsError
-from kvtax.records.files import read_document, read_lines, write_document
-from kvtax.records.run import (
-    IdleCost,
-    MachineLoad,
-    ReadCounts,
-    ReadRecord,
-    ReadsHeader,
-    TrialRecord,
-)
+from kvtax.records.files import read_document, write_document
+from kvtax.records.run import IdleCost, MachineLoad, ReadCounts, TrialRecord
 from kvtax.records.steps import first_step, only_life
 from kvtax.steps.life import whole_steps
+from microbench.cpu_profile import Sampler, SamplingError
+from microbench.machine_load import Clocks
+from microbench.peer import count_reads, peer
 from microbench.profile import Profile
-from microbench.py_spy import Sampler, SamplingError, processes
+from microbench.server_cpu import FORWARDS
 
 SENT_LATE = 3
 DRIVER_ERRORS = {
@@ -48,8 +47,6 @@ DRIVER_ERRORS = {
     4: "the prefix cache could not be reset",
     64: "the driver did not understand its plan",
 }
-SAMPLED_S = 20.0
-PEER_READY_DEADLINE_S = 60.0
 # The last answer's work ends, then the server is watched.
 SETTLE_S, IDLE_S = 0.5, 2.0
 
@@ -59,37 +56,55 @@ class TrialError(Exception):
 
 
 @dataclass(frozen=True)
-class PlannedTrial:
+class TrialSpec:
     """One server lifetime to come: the `repeat`-th of a config.
 
-    `patches` are the hashes of its patches; `error` says why it cannot be run.
+    `overlay` patches vLLM; `patches` are the hashes of what is in it; `error` says why
+    the trial cannot be run. Where py-spy looks on, `sampled`, nothing is measured. A
+    server that `starts_cold` is not forked.
     """
 
     config: str
-    repeat: int
     connector: Connector
+    profile: Profile
+    model: Checkpoint
+    installed: Installation
+    overlay: Path
     patches: dict[str, str]
     error: str | None = None
+    repeat: int = 0
+    sampled: bool = False
+    starts_cold: bool = False
 
     @property
     def folder(self) -> Path:
         """Folder of the trial's records, below the run's."""
         return Path(self.config, f"r{self.repeat}")
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first server of its config."""
+        return self.repeat == 0
 
-@dataclass(frozen=True)
-class SweepSettings:
-    """Settings shared by all trials of a sweep.
-
-    With `sampled` py-spy looks on, so that nothing can be measured. Servers that
-    `start_cold` are not forked.
-    """
-
-    profile: Profile
-    model: Checkpoint
-    installed: Installation
-    sampled: bool = False
-    start_cold: bool = False
+    def server(self, folder: Path, connector: Connector) -> ServerSpec:
+        """Specify the server, with its files in `folder`. Raises ServerError."""
+        label = {
+            "config": self.config,
+            "repeat": self.repeat,
+            "patches": self.patches,
+        }
+        spec = resolve(
+            connector,
+            self.profile,
+            self.model.folder,
+            folder,
+            label,
+            overlay=self.overlay,
+            installed=self.installed,
+        ).with_options(KVTAX_FORWARD_TOTALS=str(folder / FORWARDS))
+        if self.starts_cold:
+            return dataclasses.replace(spec, starts_cold=True)
+        return spec
 
 
 @dataclass
@@ -97,15 +112,14 @@ class _TrialFacts:
     """Facts of a trial, as far as it came."""
 
     ready_s: float | None = None
+    cold_start: str | None = None
     pss_mib: float | None = None
     reads: ReadCounts | None = None
     idle: IdleCost | None = None
     machine: MachineLoad | None = None
 
 
-def run_trial(
-    folder: Path, planned: PlannedTrial, overlay: Path, common: SweepSettings
-) -> TrialRecord:
+def run_trial(folder: Path, spec: TrialSpec) -> TrialRecord:
     """Fill `folder` with one server lifetime's records and its trial.json.
 
     A trial that goes wrong comes back with status "failed" and its error; its
@@ -116,10 +130,10 @@ def run_trial(
     folder.mkdir(parents=True)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     started = time.monotonic()
-    measured, error = _TrialFacts(), planned.error
+    facts, error = _TrialFacts(), spec.error
     if error is None:
         try:
-            _measure(folder, planned, overlay, common, measured)
+            _measure(folder, spec, facts)
         except (
             ServerError,
             PortsError,
@@ -129,104 +143,60 @@ def run_trial(
         ) as failure:
             error = str(failure)
     record = TrialRecord(
-        config=planned.config,
-        repeat=planned.repeat,
-        connector_config=provenance.masked(planned.connector.kv_transfer_config),
-        patches=planned.patches,
-        num_blocks=common.profile.num_blocks,
-        block_size=common.profile.block_size,
+        config=spec.config,
+        repeat=spec.repeat,
+        connector_config=provenance.masked(spec.connector.kv_transfer_config),
+        patches=spec.patches,
+        num_blocks=spec.profile.num_blocks,
+        block_size=spec.profile.block_size,
         status="ok" if error is None else "failed",
         error=error,
-        started_utc=now if planned.error is None else None,
-        wall_s=time.monotonic() - started if planned.error is None else None,
-        **vars(measured),
+        started_utc=now if spec.error is None else None,
+        wall_s=time.monotonic() - started if spec.error is None else None,
+        **vars(facts),
     )
     write_document(folder / "trial.json", record)
     return record
 
 
-def read_finished(folder: Path, planned: PlannedTrial) -> TrialRecord | None:
+def read_finished(folder: Path, spec: TrialSpec) -> TrialRecord | None:
     """Read the record of this trial from an earlier sweep, if it is ok."""
     try:
         done = read_document(folder / "trial.json", TrialRecord)
     except RecordsError:
         return None
-    return done if done.status == "ok" and done.patches == planned.patches else None
+    return done if done.status == "ok" and done.patches == spec.patches else None
 
 
-def _measure(
-    folder: Path,
-    planned: PlannedTrial,
-    overlay: Path,
-    common: SweepSettings,
-    measured: _TrialFacts,
-) -> None:
-    """Run server and driver; raise the errors that run_trial catches.
+def _measure(folder: Path, spec: TrialSpec, facts: _TrialFacts) -> None:
+    """Run server and driver; note in `facts` what there was.
 
-    `measured` then holds what there was.
+    Raises the errors that run_trial catches.
     """
-    profile, connector = common.profile, planned.connector
-    plan = profile.plan(SERVED_MODEL, common.model.vocab_size, planned.repeat)
+    profile = spec.profile
+    grows = spec.is_first and spec.config in profile.growing()
+    plan = profile.plan(SERVED_MODEL, spec.model.vocab_size, spec.repeat, grows)
     (folder / "plan.json").write_bytes(msgspec.json.encode(plan))
-    label = {
-        "config": planned.config,
-        "repeat": planned.repeat,
-        "patches": planned.patches,
-    }
-    model, installed = common.model.folder, common.installed
+    began_ns, cpu_s = 0, 0.0
     with contextlib.ExitStack() as stack:
-        told = stack.enter_context(accompanied(connector, folder, installed))
-        engine = Engine(overlay, profile, told, model, installed)
-        spec = resolve(engine, folder, label).told(**YARDSTICK)
-        if common.start_cold:
-            spec = dataclasses.replace(spec, starts_cold=True)
-        server = stack.enter_context(Server(spec))
-        measured.ready_s = server.wait_ready()
-        before = _Clocks.read(server)
-        with _peer(folder, connector, profile.block_size, server.ports):
-            _drive(folder, server, common.sampled)
-        measured.machine = before.load_until(_Clocks.read(server))
-        began_ns, cpu_s = _watch_idle(server)
-        measured.pss_mib = server.pss_mib()
-    measured.idle = IdleCost(IDLE_S, cpu_s, _steps_of_idle(folder, began_ns))
+        connector = stack.enter_context(
+            accompanied(spec.connector, folder, spec.installed)
+        )
+        server = stack.enter_context(Server(spec.server(folder, connector)))
+        facts.ready_s = server.wait_ready()
+        facts.cold_start = server.cold_start
+        before = Clocks.read(server)
+        with peer(folder, connector, profile.block_size, server.ports):
+            _drive(folder, server, spec.sampled)
+        facts.machine = before.load_until(Clocks.read(server))
+        if spec.is_first:
+            began_ns, cpu_s = _watch_idle(server)
+        facts.pss_mib = server.pss_mib()
+    if spec.is_first:
+        facts.idle = IdleCost(IDLE_S, cpu_s, _steps_of_idle(folder, began_ns))
     _check_fresh(folder, profile)
     if connector.reads_per_s is not None:
-        measured.reads = _count_reads(folder)
-
-
-class _Clocks(NamedTuple):
-    """Clocks of the machine and of this run, in s."""
-
-    wall: float
-    cores: float
-    steal: float
-    processes: float
-    ours: float
-
-    @classmethod
-    def read(cls, server: Server) -> _Clocks:
-        """Read them; the driver and the peer count once they have ended."""
-        all_cores = psutil.cpu_times()
-        return cls(
-            wall=time.monotonic(),
-            cores=sum(all_cores[:8]),  # without guests, whose time is in `user`
-            steal=all_cores.steal,
-            processes=all_cores.user + all_cores.nice + all_cores.system,
-            ours=sum(os.times()[:4]) + server.cpu_s(),
-        )
-
-    def load_until(self, end: _Clocks) -> MachineLoad:
-        """Compute the load between two readings."""
-        spent = _Clocks(
-            *(after - before for before, after in zip(self, end, strict=True))
-        )
-        others_s = max(spent.processes - spent.ours, 0.0)
-        return MachineLoad(
-            cores=psutil.cpu_count(),
-            seconds=round(spent.wall, 3),
-            steal_share=round(spent.steal / spent.cores, 5),
-            others_cores=round(others_s / spent.wall, 4),
-        )
+        facts.reads = count_reads(folder)
 
 
 def _drive(folder: Path, server: Server, sampled: bool) -> None:
@@ -237,19 +207,17 @@ def _drive(folder: Path, server: Server, sampled: bool) -> None:
         driver = stack.enter_context(
             Supervised(command, dict(os.environ), folder / "driver.log")
         )
-        sampler = None
+        sampler = Sampler(server, folder) if sampled else None
+        if sampler:
+            stack.enter_context(sampler)
         while (status := driver.poll()) is None:
             if server.supervised.poll() is not None:
                 raise TrialError(
                     f"the server died under load\n{tail(folder / 'server.log')}"
                 )
-            if sampled and sampler is None and (pids := _recorded(folder)):
-                sampler = stack.enter_context(
-                    Sampler(pids, only_life(folder), SAMPLED_S)
-                )
             time.sleep(0.1)
-        if sampler is not None:
-            sampler.result()
+        if sampler:
+            sampler.finish()
     # Late requests spoil growth and latencies, which then do not count (LoadedTrial),
     # and not what is held.
     if status not in (0, SENT_LATE):
@@ -257,33 +225,6 @@ def _drive(folder: Path, server: Server, sampled: bool) -> None:
             DRIVER_ERRORS.get(status, f"the driver ended with status {status}")
             + f"\n{tail(folder / 'driver.log')}"
         )
-
-
-@contextlib.contextmanager
-def _peer(
-    folder: Path, connector: Connector, block_size: int, ports: Ports
-) -> Iterator[None]:
-    """Run the peer that reads from the server, if the connector has one."""
-    if connector.reads_per_s is None:
-        yield
-        return
-    command = [sys.executable, "-m", "connectors.direct_read.peer", str(folder)]
-    command += [str(ports.direct_read), str(block_size), str(connector.reads_per_s)]
-    log = folder / "peer.log"
-    # Hash seed and secret are the server's.
-    shared = {"PYTHONHASHSEED": HASH_SEED, "DIRECT_READ_SECRET": DIRECT_READ_SECRET}
-    env = os.environ | shared | connector.env
-    with Supervised(command, env, log) as peer:
-        deadline_s = time.monotonic() + PEER_READY_DEADLINE_S
-        while not (folder / "reads.jsonl").exists():
-            if peer.poll() is not None or time.monotonic() > deadline_s:
-                raise TrialError(f"the peer that reads did not start\n{tail(log)}")
-            time.sleep(0.1)
-        yield
-        if (status := peer.poll()) is not None:
-            raise TrialError(
-                f"the peer that reads ended with status {status}\n{tail(log)}"
-            )
 
 
 def _watch_idle(server: Server) -> tuple[int, float]:
@@ -300,42 +241,17 @@ def _steps_of_idle(folder: Path, began_ns: int) -> int:
     return int(began.is_between(began_ns, end_ns, closed="left").sum())
 
 
-def _count_reads(folder: Path) -> ReadCounts:
-    """Count reads and blocks. Raises TrialError if no block was valid."""
-    reads = read_lines(folder / "reads.jsonl", ReadsHeader, ReadRecord).records
-    began = [read.t_ns for read in reads]
-    counts = ReadCounts(
-        reads=sum(read.offered > 0 for read in reads),
-        blocks_offered=sum(read.offered for read in reads),
-        blocks_valid=sum(read.valid for read in reads),
-        seconds=(max(began) - min(began)) / 1e9 if began else 0.0,
-    )
-    if not counts.blocks_valid:
-        raise TrialError(
-            f"the peer read no valid block in {len(reads)} turns"
-            f"\n{tail(folder / 'peer.log')}"
-        )
-    return counts
-
-
-def _recorded(folder: Path) -> list[int]:
-    """Engine and workers, once the first records name them."""
-    life = only_life(folder)
-    files = (life / "engine_step.jsonl", life / "worker_step.r0.jsonl")
-    return processes(life) if all(file.exists() for file in files) else []
-
-
 def _check_fresh(folder: Path, profile: Profile) -> None:
     """Check that the first engine step found only its own prompt in the cache."""
     first = first_step(only_life(folder) / "engine_step.jsonl")
-    found = None if first is None else first.found_blocks(profile.block_size)
-    if first is None or found is None:
+    blocks = None if first is None else first.found_blocks(profile.block_size)
+    if first is None or blocks is None:
         raise TrialError(
             "the engine did not record what its first step found cached: does the "
             "config have the patch step_timing_v2?"
         )
-    if first.step_id != 0 or found > 0:
+    if first.step_id != 0 or blocks > 0:
         raise TrialError(
             f"the server was not fresh: its first step (id {first.step_id}) found "
-            f"{found} cached blocks that it did not bring itself"
+            f"{blocks} cached blocks that it did not bring itself"
         )

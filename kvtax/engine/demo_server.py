@@ -14,7 +14,7 @@ from kvtax.engine.connector import own_connector, stand_ins
 from kvtax.engine.installation import installation
 from kvtax.engine.null_model import CPU_ENGINE, NULL_MODEL, Forward, write_null_model
 from kvtax.engine.overlay import build_overlay
-from kvtax.engine.server import SERVED_MODEL, Engine, Server, resolve
+from kvtax.engine.server import SERVED_MODEL, Server, resolve
 from kvtax.proc.loopback import open_url
 
 # A connector of vLLM's own where what it needs is installed, and one without a cost.
@@ -46,8 +46,16 @@ def record_server(folder: Path, scratch: Path, python: str) -> str:
     build_overlay(overlay, patches, connector.patch_parameters, installed)
     length = CPU_ENGINE.max_model_len
     model = write_null_model(scratch / "model", length, Forward(FORWARD_US))
-    engine = Engine(overlay, CPU_ENGINE, connector, model.folder, installed)
-    with Server(resolve(engine, folder, {"config": name})) as server:
+    spec = resolve(
+        connector,
+        CPU_ENGINE,
+        model.folder,
+        folder,
+        {"config": name},
+        overlay=overlay,
+        installed=installed,
+    )
+    with Server(spec) as server:
         server.wait_ready()
         url = f"{server.url}/v1/completions"
         with ThreadPoolExecutor(AT_ONCE) as clients:

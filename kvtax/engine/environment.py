@@ -99,11 +99,6 @@ def record_steps(folder: Path, label: dict) -> dict[str, str]:
     }
 
 
-# Makes a recording engine time a fixed piece of work now and then, between its steps:
-# its speed is the machine's.
-YARDSTICK = {"KVTAX_YARDSTICK": "1"}
-
-
 def cpu_preload(installed: Installation | None = None) -> list[str]:
     """Find the two libraries without which vLLM's CPU worker refuses to start.
 

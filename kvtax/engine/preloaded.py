@@ -60,15 +60,19 @@ MOST_ZYGOTES = 2
 class Preloaded(Supervised):
     """A Supervised `python -m module` of this Python, forked from a zygote.
 
-    Where that is impossible it starts cold, and its log says why.
+    Where that is impossible it starts cold: its log and `cold_start` say why.
     """
+
+    cold_start: str | None = None
 
     def _start(self, job: Job, owner: IO[str], output: IO[bytes]) -> Process:
         if job.command[:2] != [sys.executable, "-m"]:
+            self.cold_start = "it runs another Python than this one"
             return super()._start(job, owner, output)
         try:
             return Child(_zygote(job.env).fork(job, owner, output))
         except ZygoteError as error:
+            self.cold_start = str(error)
             output.write(f"kvtax: started cold: {error}\n".encode())
             output.flush()
             return super()._start(job, owner, output)

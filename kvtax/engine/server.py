@@ -9,6 +9,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -30,20 +31,6 @@ SERVER = "vllm.entrypoints.openai.api_server"
 
 
 @dataclass(frozen=True)
-class Engine:
-    """Specification of a server: a connector, a checkpoint folder, and vLLM.
-
-    `installed` is the Python that runs it, with its packages; `overlay` patches them.
-    """
-
-    overlay: Path | None
-    settings: EngineSettings
-    connector: Connector
-    model: Path
-    installed: Installation = field(default_factory=installation)
-
-
-@dataclass(frozen=True)
 class ServerSpec:
     """One server, resolved: nothing else decides what it does.
 
@@ -62,7 +49,7 @@ class ServerSpec:
         """Arguments of vLLM's server."""
         return self.argv[self.argv.index(SERVER) + 1 :]
 
-    def told(self, *arguments: str, **env: str) -> ServerSpec:
+    def with_options(self, *arguments: str, **env: str) -> ServerSpec:
         """Return the same server with more arguments and environment."""
         return dataclasses.replace(
             self, argv=[*self.argv, *arguments], env=self.env | env
@@ -91,39 +78,49 @@ class ServerSpec:
 
 
 def resolve(
-    engine: Engine, folder: Path, label: dict, ports: Ports | None = None
+    connector: Connector,
+    settings: EngineSettings,
+    model: Path,
+    folder: Path,
+    label: dict[str, Any],
+    overlay: Path | None = None,
+    installed: Installation | None = None,
+    ports: Ports | None = None,
 ) -> ServerSpec:
-    """Describe a server that keeps its log and its step records in `folder`.
+    """Specify a server of `model` that keeps its log and its step records in `folder`.
 
-    `label` goes into the header of each file of records; `ports` are any free ones
-    unless given. Raises ServerError and PortsError.
+    `label` goes into the header of each file of records. `overlay` patches the vLLM
+    that is `installed`, by default for this Python; `ports` are any free ones unless
+    given. Raises ServerError and PortsError.
     """
-    if needs_company(engine.connector):
+    if needs_company(connector):
         raise ServerError(
-            f"{engine.connector.summary!r} needs a companion, or a folder of its own: "
+            f"{connector.summary!r} needs a companion, or a folder of its own: "
             "only the sweep and the observatory give it those"
         )
     ports = ports or reserve(1)[0]
-    installed = engine.installed
-    more = beside(engine.connector.beside, installed)
-    env = engine_environment(engine.overlay, engine.settings, ports, installed, more)
-    argv = _command(engine, ports)
-    own_env = engine.settings.server_env, engine.connector.env
+    installed = installed or installation()
+    more = beside(connector.beside, installed)
+    env = engine_environment(overlay, settings, ports, installed, more)
+    arguments = _arguments(connector, settings, model, ports)
+    # Prompts are token ids, so no tokenizer is needed, nor any of its time.
+    argv = installed.command("-m", SERVER, "--skip-tokenizer-init", *arguments)
     return ServerSpec(
         argv=argv,
-        env=env | engine.connector.env | record_steps(folder, label),
+        env=env | connector.env | record_steps(folder, label),
         ports=ports,
         log=folder / "server.log",
-        secrets=secrets_in(argv, *own_env),
+        secrets=secrets_in(argv, settings.server_env, connector.env),
         # Drivers of GPUs do not all survive a fork.
-        starts_cold=engine.settings.flavour == "gpu",
+        starts_cold=settings.flavour == "gpu",
     )
 
 
-def _command(engine: Engine, ports: Ports) -> list[str]:
-    settings = engine.settings
-    arguments = {
-        "--model": engine.model,
+def _arguments(
+    connector: Connector, settings: EngineSettings, model: Path, ports: Ports
+) -> list[str]:
+    options: dict[str, Any] = {
+        "--model": model,
         "--served-model-name": SERVED_MODEL,
         "--host": LOOPBACK,
         "--port": ports.http,
@@ -133,28 +130,22 @@ def _command(engine: Engine, ports: Ports) -> list[str]:
         "--max-num-seqs": settings.max_num_seqs,
     }
     if settings.num_blocks is not None:
-        arguments["--num-gpu-blocks-override"] = settings.num_blocks
+        options["--num-gpu-blocks-override"] = settings.num_blocks
     if settings.tensor_parallel > 1:
-        arguments["--tensor-parallel-size"] = settings.tensor_parallel
+        options["--tensor-parallel-size"] = settings.tensor_parallel
     if settings.data_parallel > 1:
-        arguments["--data-parallel-size"] = settings.data_parallel
-    if engine.connector.kv_transfer_config is not None:
-        arguments["--kv-transfer-config"] = json.dumps(
-            settings.kv_transfer_config | engine.connector.kv_transfer_config
+        options["--data-parallel-size"] = settings.data_parallel
+    if connector.kv_transfer_config is not None:
+        options["--kv-transfer-config"] = json.dumps(
+            settings.kv_transfer_config | connector.kv_transfer_config
         )
-    for name, value in engine.connector.engine_args.items():
-        told = value if isinstance(value, str) else json.dumps(value)
-        arguments[f"--{name.replace('_', '-')}"] = told
-    if not has_weights(engine.model):
-        arguments["--load-format"] = "dummy"
-    return engine.installed.command(
-        "-m",
-        SERVER,
-        # Prompts are token ids, so no tokenizer is needed, nor any of its time.
-        "--skip-tokenizer-init",
-        *(str(part) for pair in arguments.items() for part in pair),
-        *settings.server_args,
-    )
+    for name, value in connector.engine_args.items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        options[f"--{name.replace('_', '-')}"] = text
+    if not has_weights(model):
+        options["--load-format"] = "dummy"
+    pairs = [str(part) for pair in options.items() for part in pair]
+    return [*pairs, *settings.server_args]
 
 
 # NIXL takes 100 to 150 s to start when eight instances start at once.
@@ -171,8 +162,14 @@ class Server:
         self._began_s = time.monotonic()
         scratch = Path(tempfile.mkdtemp(prefix="kvtax-"))
         argv = spec.private_argv(scratch / "server.yaml")
-        start = Supervised if spec.starts_cold else Preloaded
-        self.supervised = start(argv, spec.env, spec.log, scratch, spec.secrets)
+        files = argv, spec.env, spec.log, scratch, spec.secrets
+        self.supervised: Supervised
+        if spec.starts_cold:
+            self.supervised = Supervised(*files)
+            self.cold_start: str | None = "drivers of GPUs do not all survive a fork"
+        else:
+            self.supervised = forked = Preloaded(*files)
+            self.cold_start = forked.cold_start
 
     def wait_ready(self) -> float:
         """Return the seconds from the start to an answer. Raises ServerError."""

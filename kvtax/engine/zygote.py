@@ -7,7 +7,8 @@ The first two are file descriptors of its owner (kvtax.engine.preloaded), with w
 ends. The supervisor of a command becomes a child of the owner. The command imports vLLM
 as any new process does: through its own overlay, with its own environment, arguments,
 folder for temporary files, output and signals. In it, "spawn" of multiprocessing forks
-too: so the engine core starts as fast as the API server.
+too: so the engine core starts as fast as the API server. The interpreter's own
+sitecustomize has run here; a command runs that of its overlay on top.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def _obstacle(job: Job) -> str | None:
         if (modules := Path(entry, MODULES)).exists()
         for line in modules.read_text().splitlines()
     }
-    if early := {"vllm", "sitecustomize", *patched} & sys.modules.keys():
+    if early := {"vllm", *patched} & sys.modules.keys():
         return f"{min(early)} is imported at each start of this Python"
     return None
 
@@ -166,9 +167,26 @@ def _run(job: Job) -> None:
     tempfile.tempdir = None
     _seed()
     multiprocessing.context.SpawnContext.Process = _ForkedAsSpawned
-    site.execsitecustomize()
+    _run_sitecustomize()
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _run_sitecustomize() -> None:
+    """Run the sitecustomize of the overlay, as a new process would.
+
+    The one that the overlay's hides has run before the fork, and does not run again.
+    """
+    before = sys.modules.pop("sitecustomize", None)
+    if before is None:
+        site.execsitecustomize()
+        return
+    overlays = [place for place in sys.path if Path(place, MODULES).exists()]
+    behind = [place for place in sys.path if place not in overlays]
+    sys.path[:] = overlays
+    site.execsitecustomize()
+    sys.path += behind
+    sys.modules["sitecustomize"] = before
 
 
 def _seed() -> None:

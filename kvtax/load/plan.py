@@ -33,7 +33,7 @@ class PlannedPhase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     requests are answered: then it does not matter when it begins, and the lag of its
     requests does not count. `reset_prefix_cache` resets before it, and then nothing
     happens for `pause_s`. Requests have the plan's shape where the phase does not say
-    another.
+    another. With `repeats_prompt` they send the last prompt of that phase again.
     """
 
     name: Name
@@ -44,6 +44,7 @@ class PlannedPhase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pause_s: Annotated[float, Meta(ge=0)] = 0.0
     prompt_tokens: Count | None = None
     output_tokens: Count | None = None
+    repeats_prompt: Name | None = None
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -83,6 +84,12 @@ def read_plan(path: Path) -> Plan:
     names = [phase.name for phase in plan.phases]
     if len(set(names)) < len(names):
         raise PlanError(f"{path}: phase names must differ, got {', '.join(names)}")
+    for number, phase in enumerate(plan.phases):
+        if phase.repeats_prompt and phase.repeats_prompt not in names[:number]:
+            raise PlanError(
+                f"{path}: phase {phase.name} repeats a prompt of "
+                f"{phase.repeats_prompt}, which is no phase before it"
+            )
     shortest = min(plan.shape(phase)[0] for phase in plan.phases)
     first_blocks = (plan.vocab_size - 1) ** min(shortest, FIRST_BLOCK_TOKENS)
     if first_blocks < 100 * plan.scheduled:
@@ -128,11 +135,18 @@ def bodies(plan: Plan) -> Iterator[bytes]:
     """Yield the JSON body of each request in turn."""
     rng = np.random.default_rng([PROMPTS, plan.seed])
     seen: set[bytes] = set()
+    repeated = {phase.repeats_prompt for phase in plan.phases}
+    last_prompts: dict[str, list[int]] = {}
     for phase in plan.phases:
         prompt_tokens, output_tokens = plan.shape(phase)
         for _ in range(phase.requests):
-            prompt = _fresh(plan, prompt_tokens, rng, seen)
+            if phase.repeats_prompt:
+                prompt = last_prompts[phase.repeats_prompt]
+            else:
+                prompt = _fresh(plan, prompt_tokens, rng, seen)
             yield completion_body(plan.model, prompt, output_tokens)
+        if phase.name in repeated:
+            last_prompts[phase.name] = prompt
 
 
 def _fresh(

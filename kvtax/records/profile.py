@@ -113,8 +113,7 @@ class ProfileRecord(
     repeats: int
     """Servers of each config."""
     most_repeats: int
-    """Servers of a config that is undecided; those beyond `repeats` have three times
-    the passes."""
+    """Servers of a config that is undecided."""
     minutes: float
     """Time of all trials beyond which no further server is started."""
     load: Load

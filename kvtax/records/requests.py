@@ -28,13 +28,18 @@ class Phase(IntEnum):
     """The cache grows under load, and stays full; then it is filled and held at levels.
 
     The levels of a pass come in random order; the prefix cache is reset before a lower
-    one.
+    one. Behind one hold of each pass, at the lowest and at the highest level in turn, a
+    short request comes after a second of idleness, then prompts that hit the prefix
+    cache, then long prompts, which evict blocks where the cache is full.
     """
 
     GROWTH = 0
     PLATEAU = 1
     FILL = 2
     HOLD = 3
+    AFTER_IDLE = 4
+    HIT = 5
+    LONG = 6
 
     @property
     def label(self) -> str:
@@ -127,7 +132,8 @@ class PhaseStart(msgspec.Struct, omit_defaults=True, tag_field="type", tag="phas
 
     name: str
     """`growth`, `plateau`; `fill.N.L.D` and `hold.N.L.D`: the N-th hold, at level L,
-    with D requests that decode."""
+    with D requests that decode; `after_idle.N.L.D`, `hit.N.L.D` and `long.N.L.D`: what
+    follows that hold."""
     start_ns: int
     """When its first request may be due."""
     reset_ns: int | None = None
@@ -135,7 +141,7 @@ class PhaseStart(msgspec.Struct, omit_defaults=True, tag_field="type", tag="phas
 
 
 class CpuReading(msgspec.Struct, omit_defaults=True, tag_field="type", tag="cpu"):
-    """CPU time of the server's processes; read at the edges of each hold."""
+    """CPU time and memory of the server; read at the edges of each hold."""
 
     t_ns: int
     """When it was read."""
@@ -143,6 +149,12 @@ class CpuReading(msgspec.Struct, omit_defaults=True, tag_field="type", tag="cpu"
     """That of all of them since they began, and of those that ended."""
     threads: dict[int, int]
     """That of each living thread that has any, in ns by its id."""
+    anonymous_kib: int | None = None
+    """Memory of all processes that no file holds, each by itself."""
+    forwards: int | None = None
+    """Forwards of the null model so far; null with a real one."""
+    slept_ns: int | None = None
+    """For so long these slept, as measured."""
 
 
 class RequestRecord(RequestOutcome, tag_field="type", tag="request"):

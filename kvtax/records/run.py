@@ -214,6 +214,9 @@ class TrialRecord(
     """When the trial started; null if it never did."""
     ready_s: float | None = None
     """Until the server answered."""
+    cold_start: str | None = None
+    """Why the server was not forked from a process that has imported all but vLLM, and
+    so started slowly; null if it was."""
     wall_s: float | None = None
     """From the start of the trial to its end."""
     pss_mib: float | None = None
@@ -221,7 +224,8 @@ class TrialRecord(
     reads: ReadCounts | None = None
     """What a peer read meanwhile; null without one."""
     idle: IdleCost | None = None
-    """What the server took once all was answered, and the peer gone."""
+    """What the server took once all was answered, and the peer gone; of a config's
+    first server."""
     machine: MachineLoad | None = None
     """What else the machine did meanwhile."""
 

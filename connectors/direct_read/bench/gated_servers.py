@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from connectors.direct_read.bench.gates import GATES_VARIABLE
 from kvtax.engine.connector import Connector
 from kvtax.engine.overlay import build_overlay
-from kvtax.engine.server import SERVED_MODEL, Engine, Server, resolve
+from kvtax.engine.server import SERVED_MODEL, Server, resolve
 from tests.harness.tiny import (
     BLOCK_TOKENS,
     MAX_TOKENS,
@@ -66,15 +66,16 @@ class GatedServer(TinyServer):
         config = KV_TRANSFER_CONFIG
         if multi:
             config = in_multi_connector(config)
-        engine = Engine(
-            overlay,
+        spec = resolve(
+            Connector("", [], kv_transfer_config=config),
             tiny_settings(
                 min(MAX_TOKENS, (num_blocks - 1) * BLOCK_TOKENS), 8, num_blocks
             ),
-            Connector("", [], kv_transfer_config=config),
             checkpoint or lab.checkpoint,
-        )
-        spec = resolve(engine, folder, {}).told(
+            folder,
+            {},
+            overlay=overlay,
+        ).with_options(
             *("--served-model-name", name_of_model, SERVED_MODEL),
             MC_TCP_PROGRESS_TIMEOUT_SEC=str(PROGRESS_TIMEOUT_S),
             **{GATES_VARIABLE: str(self.gates)},

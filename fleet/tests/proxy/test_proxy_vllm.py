@@ -22,7 +22,7 @@ from fleet.tests.proxy.proxy_lab import free_port, post, proxy, until
 from fleet.tests.proxy.tiny_model import tiny_model
 from kvtax.engine.connector import Connector
 from kvtax.engine.null_model import CPU_ENGINE, null_checkpoint
-from kvtax.engine.server import SERVED_MODEL, Engine, Server, resolve
+from kvtax.engine.server import SERVED_MODEL, Server, resolve
 from kvtax.paths import REPOSITORY
 
 from kvtax_fleet.instances import write_instances
@@ -88,8 +88,7 @@ def instance(
     tools = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     args = [*CPU_ENGINE.server_args, "--no-skip-tokenizer-init", *tools]
     settings = msgspec.structs.replace(CPU_ENGINE, server_args=args)
-    engine = Engine(None, settings, Connector("", []), model)
-    with Server(resolve(engine, folder, {})) as server:
+    with Server(resolve(Connector("", []), settings, model, folder, {})) as server:
         server.wait_ready()
         yield Instance("a", server.url)
 
@@ -215,9 +214,8 @@ def engines(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Ins
         ],
     )
     model = null_checkpoint(tmp_path / "model")
-    engine = Engine(None, settings, Connector("", []), model)
-    told = resolve(engine, tmp_path, {}).told(PYTHONHASHSEED=HASH_SEED)
-    with Server(told) as server:
+    spec = resolve(Connector("", []), settings, model, tmp_path, {})
+    with Server(spec.with_options(PYTHONHASHSEED=HASH_SEED)) as server:
         server.wait_ready()
         yield [
             Instance(

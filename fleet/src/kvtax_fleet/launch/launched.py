@@ -136,7 +136,7 @@ def _start(
     server = server_of(spec, member, overlay, model, own, patches)
     if spec.settings.data_parallel == 1:
         # The totals are one engine's.
-        server = server.told(KVTAX_FORWARD_TOTALS=str(own / FORWARD_TOTALS))
+        server = server.with_options(KVTAX_FORWARD_TOTALS=str(own / FORWARD_TOTALS))
     return LaunchedInstance(member.instance, Server(server), own)
 
 

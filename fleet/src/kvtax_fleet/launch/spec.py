@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 from kvtax.engine.connector import Connector, needs_company
 from kvtax.engine.gpus import NoGpu, visible_gpus
-from kvtax.engine.server import Engine, ServerSpec, resolve
+from kvtax.engine.server import ServerSpec, resolve
 from kvtax.proc.ports import LOOPBACK, Ports
 
 from kvtax_fleet.launch.instance_settings import InstanceSettings
@@ -142,9 +142,16 @@ def server_of(
     Raises ServerError.
     """
     connector = own_connector(spec, member.instance.role)
-    engine = Engine(overlay, spec.settings, connector, model)
     label = {"config": spec.connector_name, "repeat": 0, "patches": patches or {}}
-    server = resolve(engine, folder, label, member.ports)
+    server = resolve(
+        connector,
+        spec.settings,
+        model,
+        folder,
+        label,
+        overlay=overlay,
+        ports=member.ports,
+    )
     made = member.instance
     arguments = ["--enable-prompt-tokens-details"]
     if made.kv_events:
@@ -160,7 +167,7 @@ def server_of(
         # Numbered as nvidia-smi numbers them.
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, member.gpus))
-    return server.told(*arguments, **env)
+    return server.with_options(*arguments, **env)
 
 
 def assign_gpus(spec: FleetSpec) -> list[list[int]]:
