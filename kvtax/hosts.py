@@ -28,7 +28,7 @@ from typing import IO, Any
 from kvtax.engine.installation import Installation, installation
 from kvtax.engine.server import tail
 from kvtax.paths import REPOSITORY
-from kvtax.proc.foreground import run_in_foreground
+from kvtax.proc.foreground import Foreground, run_in_foreground
 from kvtax.proc.machine_lock import machine_lock
 from kvtax.proc.supervise import begin_child
 from kvtax.signals import SIGNALS, exit_on_signals
@@ -324,7 +324,7 @@ def main() -> int:
     folder = Path(sys.argv[1])
     script = "from kvtax.hosts import run_task; run_task()"
     command = [sys.executable, "-c", script, str(folder)]
-    return run_in_foreground(command, dict(os.environ), folder)
+    return run_in_foreground(Foreground(command, dict(os.environ), folder))
 
 
 def run_task() -> None:

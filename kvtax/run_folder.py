@@ -6,7 +6,6 @@ from __future__ import annotations
 import datetime
 import hashlib
 import os
-import socket
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import msgspec
 
 from kvtax.paths import REPOSITORY
+from kvtax.proc.user_files import LockHeld, user_lock
 
 # What a run must not mix; that of an earlier part of it is in its provenance.
 SAME_MACHINE_AND_CODE = ("package_versions", "host", "git_commit")
@@ -49,20 +49,16 @@ def choose(given: Path | None, name: str, plan_file: str, resume: bool) -> Path:
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Hold the folder for one run at a time on this machine. Raises RunFolderError.
-
-    By the name of an abstract Unix socket, which vanishes with the process.
-    """
-    name = hashlib.sha256(os.fsencode(folder)).hexdigest()
-    with socket.socket(socket.AF_UNIX) as lock:
-        try:
-            lock.bind(f"\0kvtax-run-{name}")
-        except OSError:
-            raise RunFolderError(
-                f"{folder}: another command makes a run there: wait for its end, or "
-                "give another --out"
-            ) from None
-        yield
+    """Hold the folder for one run at a time on this machine. Raises RunFolderError."""
+    name = hashlib.sha256(os.fsencode(folder)).hexdigest()[:32]
+    try:
+        with user_lock(f"kvtax-run-{name}.lock"):
+            yield
+    except LockHeld as error:
+        raise RunFolderError(
+            f"{folder}: process {error.pid} makes a run there; wait for its end, or "
+            "give another --out"
+        ) from None
 
 
 def read_plan(file: Path) -> dict[str, Any]:

@@ -108,15 +108,15 @@ def run(arguments: argparse.Namespace) -> int:
         beside = run.parent if run.is_file() else run
         _print_verdicts(_report(run, arguments.out or beside))
         return Exit.GOOD
-    if not arguments.check and not arguments.ray:
-        # Before checks that take half a minute; it is held from the first server on.
-        with machine_lock(arguments.wait_s):
-            print("sweep: checking vLLM, patches and this machine ...", flush=True)
     if arguments.limits:
         from kvtax.verdict.limits import read_limits
 
         read_limits(arguments.limits)  # wrong ones are refused before the run
     profile, installed = _profile(arguments), _installed(arguments)
+    if not arguments.check and not arguments.ray:
+        # Before checks that take half a minute; it is held from the first server on.
+        with machine_lock(arguments.wait_s):
+            print("sweep: checking vLLM, patches and this machine ...", flush=True)
     if arguments.check:
         from microbench.machine_fit import check
 

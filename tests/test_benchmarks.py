@@ -136,8 +136,7 @@ STRESSOR = (sys.executable, "-m", "benchmarks", "stressor", "--")
 # The first thing that a sweep looks at.
 SEEN_BY_A_SWEEP = """
 import os
-from kvtax.proc.machine_lock import supervisors
-from kvtax.proc.supervise import descendants
+from kvtax.proc.supervise import descendants, supervisors
 print(sorted(supervisors() & set(descendants(os.getppid()))))
 """
 

@@ -47,7 +47,7 @@ def test_help_costs_little_cpu(arguments):
 @pytest.fixture(autouse=True)
 def machine_of_its_own(monkeypatch):
     """Hold another lock than the sweeps that other tests and people run meanwhile."""
-    name = f"\0kvtax-test-{os.getpid()}"
+    name = f"kvtax-test-{os.getpid()}.lock"
     monkeypatch.setattr("kvtax.proc.machine_lock.MEASUREMENT", name)
 
 
@@ -97,6 +97,27 @@ def test_bad_input_is_one_line_of_error_and_exit_code_2(ended, arguments):
     assert code == Exit.BAD_INPUT
     assert "Traceback" not in errors
     assert errors.strip()
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "is_shown_whole"),
+    [
+        (ConnectionRefusedError(111, "Connection refused"), Exit.INTERNAL, True),
+        (FileNotFoundError(2, "No such file", "/internal/table"), Exit.INTERNAL, True),
+        (KeyError("x"), Exit.INTERNAL, True),
+        (FileNotFoundError(2, "No such file", "/named/x.json"), Exit.BAD_INPUT, False),
+        (OSError(28, "No space left on device", "/other"), Exit.BAD_INPUT, False),
+    ],
+)
+def test_an_error_that_the_user_cannot_mend_has_its_traceback(
+    error, code, is_shown_whole, monkeypatch, capsys, signals
+):
+    def fail(arguments):
+        raise error
+
+    monkeypatch.setattr("kvtax.cli.compare.run", fail)
+    assert main(["compare", "/named", "/named"]) == code
+    assert ("Traceback" in capsys.readouterr().err) == is_shown_whole
 
 
 def test_a_closed_pipe_ends_quietly():

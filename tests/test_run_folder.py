@@ -75,7 +75,10 @@ def test_a_folder_is_one_command_s_at_a_time(tmp_path):
     with held(tmp_path):
         with held(tmp_path / "other"):
             pass
-        with pytest.raises(RunFolderError, match="another command"), held(tmp_path):
+        with (
+            pytest.raises(RunFolderError, match="makes a run there"),
+            held(tmp_path),
+        ):
             pass
     with held(tmp_path):
         pass

@@ -222,6 +222,9 @@ def _read_old(file: Path, name: str) -> CellRecord:
 
 
 def _measure(name: str, connector: Connector, options: GateOptions) -> CellRecord:
+    if not options.vllm:
+        # A Python without vLLM is named whether or not the machine is busy.
+        _require_cpu(installation(options.python))
     with machine_lock(options.wait_s):
         which = options.vllm or options.python
         print(f"gate: checking the vLLM of {which} ...", file=sys.stderr, flush=True)

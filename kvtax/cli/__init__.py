@@ -4,16 +4,18 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import io
 import itertools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from functools import partial
 from importlib.metadata import entry_points
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
@@ -29,6 +31,7 @@ class Exit(IntEnum):
     BAD_INPUT = 2
     NOT_MEASURED = 3
     BUSY = 4  # another measurement has the machine; later the command may succeed
+    INTERNAL = 70  # an error in kvtax itself, shown with its traceback
     INTERRUPTED = 130
     CLOSED_PIPE = 141
     TERMINATED = 143
@@ -66,6 +69,9 @@ FLEET = [
 COMPLETION = "_ARGCOMPLETE"
 # Entry points by which another package adds its `Command`s.
 ENTRY_POINTS = "kvtax.commands"
+STDOUT = "standard output"
+TEMPORARY = "No usable temporary directory"
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EMFILE}
 CHECKOUT_ROOMS = {"microbench", "connectors", "tools"}
 CHECKOUT_REMEDY = (
     "needs a checkout of kvtax and its environment: clone the repository, run "
@@ -79,13 +85,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         exit_on_signals()
         _open_standard_streams()
+    arguments = argparse.Namespace()
     try:
         try:
             if COMPLETION in os.environ:
                 _complete(os.environ["COMP_LINE"].split()[1:])
             commands = subcommands(given)
             parser = _parser(given, commands)
-            arguments = parser.parse_args(_with_action(given, commands))
+            parser.parse_args(_with_action(given, commands), arguments)
             return int(arguments.run(arguments))
         finally:
             _flush()
@@ -94,17 +101,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return Exit.INTERRUPTED
     except Exception as error:
-        code = Exit.BAD_INPUT if isinstance(error, OSError) else _code_of(error)
-        if code is None:
-            raise
-        from kvtax.report.render import visible
+        return _report(error, arguments)
 
-        text = f"kvtax: {error}"
-        if "No usable temporary directory" in text:
-            text += "; set TMPDIR to a folder that may be written"
-        lines = map(visible, text.split("\n"))
-        print("\n".join(lines), file=sys.stderr)
-        return code
+
+def _report(error: Exception, arguments: argparse.Namespace) -> int:
+    """Print an error as its reader needs it; return the exit code."""
+    code = _code_of(error, arguments)
+    if code is None:
+        import traceback
+
+        traceback.print_exception(error)
+        return Exit.INTERNAL
+    from kvtax.report.render import visible
+
+    text = f"kvtax: {error}"
+    if TEMPORARY in text:
+        text += "; set TMPDIR to a folder that may be written"
+    print("\n".join(map(visible, text.split("\n"))), file=sys.stderr)
+    return code
 
 
 def _open_standard_streams() -> None:
@@ -129,16 +143,16 @@ def _flush() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             raise
-        raise OSError(error.errno, error.strerror, "standard output") from None
+        raise OSError(error.errno, error.strerror, STDOUT) from None
 
 
 def _named(given: Sequence[str]) -> str | None:
-    """The subcommand that `given` names, if any."""
+    """Return the subcommand that `given` names, if any."""
     return next((word for word in given if not word.startswith("-")), None)
 
 
 def subcommands(given: Sequence[str]) -> Sequence[Command]:
-    """All subcommands; only ours if `given` names one, as entry points take time."""
+    """List all subcommands; ours alone if `given` names one of ours, to save time."""
     if _named(given) in {command.name for command in COMMANDS}:
         return COMMANDS
     added = [point.load() for point in entry_points(group=ENTRY_POINTS)]
@@ -156,13 +170,35 @@ def _with_action(given: list[str], commands: Sequence[Command]) -> list[str]:
     return [given[0], action, *given[1:]] if is_left_out else given
 
 
-def _code_of(error: Exception) -> int | None:
-    """The exit code of an error that is meant for the user, None for a bug.
+def _code_of(error: Exception, arguments: argparse.Namespace) -> int | None:
+    """Return the exit code of an error that is meant for the user, None for a bug.
 
     Rooms that import nothing of ours cannot share a base class, so an error class says
     with an attribute `exit_code` that its message tells the user what to do.
     """
-    return getattr(error, "exit_code", None)
+    is_users = isinstance(error, OSError) and _is_of_user(error, arguments)
+    return getattr(error, "exit_code", Exit.BAD_INPUT if is_users else None)
+
+
+def _is_of_user(error: OSError, arguments: argparse.Namespace) -> bool:
+    """Return whether the user can mend it: a full disk, or a path that they named."""
+    if error.errno in NO_ROOM or error.filename == STDOUT or TEMPORARY in str(error):
+        return True
+    if not isinstance(error.filename, str | bytes):
+        return False
+    place = Path(os.fsdecode(error.filename)).absolute()
+    return any(
+        place.is_relative_to(named) or named.is_relative_to(place)
+        for named in _paths_in(vars(arguments).values())
+    )
+
+
+def _paths_in(values: Iterable[object]) -> Iterator[Path]:
+    for value in values:
+        if isinstance(value, Path | str):
+            yield Path(str(value).removeprefix("@")).absolute()
+        elif isinstance(value, list | tuple):
+            yield from _paths_in(value)
 
 
 class UsageError(Exception):
@@ -207,7 +243,7 @@ class Parser(argparse.ArgumentParser):
 def _parser(
     given: Sequence[str], commands: Sequence[Command]
 ) -> argparse.ArgumentParser:
-    """The parser, with the arguments of the subcommand named in `given` only.
+    """Build the parser, with the arguments of the subcommand named in `given` only.
 
     Others stay unread, so that help needs no heavy import.
     """
@@ -216,7 +252,7 @@ def _parser(
         description="What a vLLM KV connector costs per engine step, and the fixes.",
         epilog="Exit codes: 0 good, 1 a limit is broken or a verdict got worse, 2 bad "
         "input, 3 could not measure, 4 the machine is busy with another measurement, "
-        "130 and 143 ended by a signal.",
+        "70 an error in kvtax itself, 130 and 143 ended by a signal.",
     )
     parser.add_argument("--version", action=_Version)
     parsers = parser.add_subparsers(metavar="COMMAND", required=True)

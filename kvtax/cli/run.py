@@ -69,7 +69,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command, or check the patches; return the exit code."""
     from kvtax.engine.command_python import require_environment
-    from kvtax.proc.foreground import run_in_foreground
+    from kvtax.proc.foreground import Foreground, run_in_foreground
 
     require_environment(arguments.command)
     try:
@@ -96,9 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
     overlay.chmod(0o755)  # the command may become another user
     patcher.write_overlay(overlay, plans)
     env = _environment(overlay, arguments.records)
-    return run_in_foreground(
-        arguments.command, env, overlay, lambda code: _check_imports(overlay, code)
-    )
+    job = Foreground(arguments.command, env, overlay)
+    return run_in_foreground(job, lambda code: _check_imports(overlay, code))
 
 
 def _check_imports(overlay: Path, code: int) -> int:

@@ -90,14 +90,14 @@ class WorkerProcess:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, *exc_info: Any) -> None:
         if self._connection is not None:
             self._connection.close()
             if exc_info == (None, None, None):
                 # It ends by itself now, and writes the last of its records.
                 with suppress(subprocess.TimeoutExpired):
                     self._process.wait(EXIT_GRACE_S)
-        self._process.stop()
+        self._process.__exit__(*exc_info)
 
 
 class EngineProcess(WorkerProcess):

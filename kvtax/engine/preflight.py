@@ -21,8 +21,7 @@ from kvtax.engine.environment import cpu_preload
 from kvtax.engine.gpus import gpu_problems
 from kvtax.engine.installation import Installation, installation
 from kvtax.engine.server import tail
-from kvtax.proc.machine_lock import supervisors
-from kvtax.proc.supervise import Supervised, descendants
+from kvtax.proc.supervise import Supervised, descendants, supervisors
 from kvtax.records.profile import EngineSettings
 
 MIN_MEMORY_GIB = 5.0

@@ -212,8 +212,8 @@ class Server:
     def __enter__(self) -> Server:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.supervised.stop()
+    def __exit__(self, *exc_info: Any) -> None:
+        self.supervised.__exit__(*exc_info)
 
 
 def http_ok(url: str) -> bool:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a command so that nothing of it outlives us, however we end.
+"""Run a command so that nothing of it outlives us, however we end.
 
 Between us and the command stands a small supervisor process (this module's main).
 It is the command's subreaper, so that every descendant stays below it even after a
-double fork, and it holds one end of a pipe whose other end only we have: when we
-go away, by SIGKILL too, the pipe closes, and it stops the whole tree.
+double fork, and it holds one end of a pipe whose other end only we have. When we close
+it, or go away by SIGKILL, it stops the whole tree; a byte before that gives the command
+its time to end by itself.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,6 @@ from typing import IO, Protocol
 import psutil
 
 from kvtax.paths import REPOSITORY
-from kvtax.proc.machine_lock import announce_supervisor
 from kvtax.signals import SIGNALS, exit_on_signals
 
 PR_SET_PDEATHSIG = 1
@@ -38,6 +38,13 @@ PR_SET_CHILD_SUBREAPER = 36
 # vLLM gives its engine core 5 s of its own; what the command leaves behind gets less.
 TERM_GRACE_S = 15.0
 ORPHAN_GRACE_S = 3.0
+# For both, where we were interrupted: nobody reads what the command would write yet.
+INTERRUPTED_GRACE_S = 0.3
+# Seconds after SIGKILL: a process of another user, or one in the kernel, may stay.
+KILL_DEADLINE_S = 10.0
+GRACE = b"g"
+# Name of a supervisor in the table of processes.
+SUPERVISOR = "kvtax-supervise"
 REMOVALS = 50
 # The supervisor's variable with what it masks, as JSON; the command does not get it.
 SECRETS = "KVTAX_SECRETS"
@@ -142,7 +149,7 @@ class Supervised:
         job = Job(command, env | places, self._scratch, TERM_GRACE_S, list(secrets))
         # The supervisor has one end of a pipe: the other end closes when we go away.
         supervisors_end, ours = os.pipe()
-        self._owns = os.fdopen(ours)
+        self._owns = os.fdopen(ours, "wb", buffering=0)
         with os.fdopen(supervisors_end) as owner, log.open("ab") as output:
             self._process = self._start(job, owner, output)
 
@@ -172,14 +179,16 @@ class Supervised:
 
     def pids(self) -> list[int]:
         """List the command and its descendants, without the supervisor."""
-        if found := descendants(self._process.pid):
-            self._last_seen = found
-        return found
+        if below := descendants(self._process.pid):
+            self._last_seen = below
+        return below
 
-    def stop(self) -> None:
-        """SIGTERM, then SIGKILL after a grace; returns when nothing is left."""
+    def stop(self, with_grace: bool = True) -> None:
+        """SIGTERM, then SIGKILL after a grace; return when nothing is left."""
         self.pids()
-        self._owns.close()
+        with suppress(BrokenPipeError), self._owns:
+            if with_grace:
+                self._owns.write(GRACE)
         try:
             self._process.wait(TERM_GRACE_S + ORPHAN_GRACE_S + 10)
         except subprocess.TimeoutExpired:
@@ -189,9 +198,7 @@ class Supervised:
         # what was below it when last seen has become ours.
         left = set(self._last_seen) & set(descendants(os.getpid()))
         shared = shared_memory(left)
-        signal_all(list(left), signal.SIGKILL)
-        while left & set(descendants(os.getpid())):
-            time.sleep(0.02)
+        kill_all(lambda: left & set(descendants(os.getpid())))
         remove_shared_memory(shared)
         remove_openmp_segment(self._process.pid)
         shutil.rmtree(self._scratch, ignore_errors=True)
@@ -199,8 +206,13 @@ class Supervised:
     def __enter__(self) -> Supervised:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.stop()
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
+        self.stop(with_grace=not is_interruption(kind))
+
+
+def is_interruption(kind: type[BaseException] | None) -> bool:
+    """Return whether an exception of this class ends us on a signal."""
+    return kind is not None and issubclass(kind, SystemExit | KeyboardInterrupt)
 
 
 def descendants(root: int) -> list[int]:
@@ -218,12 +230,38 @@ def _lives(process: psutil.Process) -> bool:
         return False
 
 
-def signal_all(pids: list[int], number: int) -> None:
+def supervisors() -> set[int]:
+    """Return the process ids of all supervisors of this user."""
+    mine = os.geteuid()
+    return {
+        process.pid
+        for process in psutil.process_iter(["name", "uids", "status"])
+        if process.info["name"] == SUPERVISOR
+        and process.info["uids"].effective == mine
+        and process.info["status"] != psutil.STATUS_ZOMBIE
+    }
+
+
+def signal_all(pids: Iterable[int], number: int) -> None:
+    """Send a signal to those of the processes that are left and may be signalled."""
     for pid in pids:
-        try:
+        with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
-        except ProcessLookupError:
-            continue
+
+
+def kill_all(living: Callable[[], Collection[int]]) -> None:
+    """Send SIGKILL to the `living` until there are none, or name those that stay.
+
+    A process may fork meanwhile, so `living` is evaluated again and again.
+    """
+    deadline = time.monotonic() + KILL_DEADLINE_S
+    while left := living():
+        if time.monotonic() > deadline:
+            pids = ", ".join(map(str, left))
+            print(f"kvtax: cannot end process {pids}", file=sys.stderr, flush=True)
+            return
+        signal_all(left, signal.SIGKILL)
+        time.sleep(0.02)
 
 
 def adopt_orphans() -> None:
@@ -231,30 +269,38 @@ def adopt_orphans() -> None:
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+def set_name(name: str) -> None:
+    """Set the name of this process in the table of processes."""
+    Path("/proc/self/comm").write_text(name)
+
+
 def begin_child() -> None:
     """In a new child: end with its parent, and take signals again."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    set_name("python")
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-def stop_tree(process: Process, term_grace_s: float = TERM_GRACE_S) -> None:
+def stop_tree(
+    process: Process,
+    term_grace_s: float = TERM_GRACE_S,
+    orphan_grace_s: float = ORPHAN_GRACE_S,
+) -> None:
     """End the command and all that it started: SIGTERM, then SIGKILL after a grace."""
     # The command too if it has ended by itself: nobody sees it among the living.
     stopped = {process.pid, *descendants(os.getpid())}
     shared = shared_memory(stopped)
-    process.terminate()
+    with suppress(PermissionError):
+        process.terminate()
     try:
         process.wait(term_grace_s)
     except subprocess.TimeoutExpired:
-        process.kill()
-    deadline = time.monotonic() + ORPHAN_GRACE_S
+        signal_all([process.pid], signal.SIGKILL)
+    deadline = time.monotonic() + orphan_grace_s
     signal_all(descendants(os.getpid()), signal.SIGTERM)
     while descendants(os.getpid()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    # A process may fork while we look, so look until there is nothing to see.
-    while left := descendants(os.getpid()):
-        signal_all(left, signal.SIGKILL)
-        time.sleep(0.02)
+    kill_all(lambda: descendants(os.getpid()))
     remove_shared_memory(shared)
     for pid in stopped:
         remove_openmp_segment(pid)
@@ -290,26 +336,28 @@ def supervise(job: Job, start: Callable[[int | None], Process]) -> int:
     """
     adopt_orphans()
     masked, output = os.pipe() if job.secrets else (None, None)
-    # One that comes before the command can be stopped waits until it can.
+    # A signal that comes before the command can be stopped waits until it can.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     process = start(output)
     if output is not None:
         os.close(output)
-    announcement = announce_supervisor()
+    set_name(SUPERVISOR)
     masking = threading.Thread(target=_copy_masked, args=(masked, job.secrets))
     masking.start()
+    graces_s = job.term_grace_s, ORPHAN_GRACE_S
     try:
         exit_on_signals()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        exited = os.pidfd_open(process.pid)
-        select.select([sys.stdin.fileno(), exited], [], [])
+        owner = sys.stdin.fileno()
+        ended, _, _ = select.select([owner, os.pidfd_open(process.pid)], [], [])
+        if owner in ended and os.read(owner, 1) != GRACE:
+            graces_s = INTERRUPTED_GRACE_S, INTERRUPTED_GRACE_S
     finally:
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
-        stop_tree(process, job.term_grace_s)
+        stop_tree(process, *graces_s)
         masking.join()
         _remove(Path(job.scratch))
-        announcement.close()
     return process.wait()
 
 
@@ -343,7 +391,7 @@ def _copy_masked(masked: int | None, secrets: list[str]) -> None:
 
 
 def _remove(scratch: Path) -> None:
-    """Again where somebody who has not heard of our end puts a file into it."""
+    """Remove the folder, again where a process that is ending puts a file into it."""
     for _ in range(REMOVALS):
         shutil.rmtree(scratch, ignore_errors=True)
         if not scratch.exists():

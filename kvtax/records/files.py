@@ -201,9 +201,10 @@ class LineFile:
     """Writes `path`, which must not exist yet (FileExistsError).
 
     `mode`: the file's permissions. The header is written at once (OSError), the lines
-    by a thread of their own, so that a slow disk delays no request. `flush_forever` and
-    the result of `flush` raise OSError if that fails. The lines of that flush are lost
-    then, and the file ends with the last line before them.
+    by a thread of their own, so that a slow disk delays no request. If that fails,
+    `flush_forever`, the result of `flush` and the end of the context raise OSError. The
+    lines of that flush are lost then, and the file ends with the last line before
+    them.
     """
 
     def __init__(self, path: Path, header: msgspec.Struct, mode: int = 0o666) -> None:
@@ -222,9 +223,11 @@ class LineFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.flush()
-        self._writer.shutdown()
-        self._file.close()
+        try:
+            self.flush().result()
+        finally:
+            self._writer.shutdown()
+            self._file.close()
 
     def append(self, line: Any) -> None:
         """Add a line; it is on disk after the next flush."""

@@ -32,8 +32,8 @@ from kvtax.engine.connector import (
 )
 from kvtax.engine.installation import installation
 from kvtax.engine.server import resolve
-from kvtax.proc.machine_lock import supervisors
 from kvtax.proc.ports import reserve
+from kvtax.proc.supervise import supervisors
 from kvtax.records.run import PLAN_FILE
 from microbench.profile import load_profile, measured_with
 from microbench.sweep import _begin_run
@@ -167,7 +167,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(
     options, why, capsys, signals, monkeypatch
 ):
     # Another lock than that of the sweeps that run beside.
-    lock = f"\0kvtax-test-{os.getpid()}"
+    lock = f"kvtax-test-{os.getpid()}.lock"
     monkeypatch.setattr("kvtax.proc.machine_lock.MEASUREMENT", lock)
     assert main(["sweep", *options]) == Exit.BAD_INPUT
     shown = capsys.readouterr()

@@ -16,8 +16,7 @@ from kvtax.engine.connector import Connector, load_connector
 from kvtax.engine.environment import cpu_preload
 from kvtax.engine.installation import Installation, installation
 from kvtax.engine.preflight import PreflightError
-from kvtax.proc.machine_lock import supervisors
-from kvtax.proc.supervise import Supervised
+from kvtax.proc.supervise import Supervised, supervisors
 from microbench.profile import load_profile
 
 

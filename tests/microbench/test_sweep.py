@@ -344,7 +344,7 @@ def test_a_misspelt_field_is_refused_by_name(tmp_path, monkeypatch):
 
 def use_a_lock_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the machine's lock alone, which a measurement beside may hold."""
-    name = f"\0kvtax-test-{os.getpid()}"
+    name = f"kvtax-test-{os.getpid()}.lock"
     monkeypatch.setattr(machine_lock_module, "MEASUREMENT", name)
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,8 +17,8 @@ import pytest
 from kvtax.paths import REPOSITORY
 from kvtax.proc import machine_lock as machine_lock_module
 from kvtax.proc import supervise
-from kvtax.proc.machine_lock import MachineBusy, machine_lock, supervisors
-from kvtax.proc.supervise import Supervised
+from kvtax.proc.machine_lock import MachineBusy, machine_lock
+from kvtax.proc.supervise import Supervised, supervisors
 from tests.proc.living import content, eventually, gone
 
 DEADLINE_S = 120.0
@@ -201,9 +202,9 @@ def test_memory_that_another_server_shares_stays(segments, tmp_path):
 FOREGROUND = """
 import os, sys
 from pathlib import Path
-from kvtax.proc.foreground import run_in_foreground
+from kvtax.proc.foreground import Foreground, run_in_foreground
 own = Path(sys.argv[1])
-sys.exit(run_in_foreground(sys.argv[2:], dict(os.environ), own))
+sys.exit(run_in_foreground(Foreground(sys.argv[2:], dict(os.environ), own)))
 """
 # It has a daemon, and ends well on SIGTERM and SIGUSR1.
 SERVER = """
@@ -297,22 +298,104 @@ def test_shared_memory_goes_with_a_command_in_the_foreground(
     eventually(lambda: left_of(segments) == [False, False, True] and not own.exists())
 
 
-def test_a_command_that_cannot_be_run_is_an_error_in_one_line(tmp_path, own):
-    owner = [sys.executable, "-c", FOREGROUND, str(own), "no-such-command"]
+def run_to_end(own, *command: str, before: str = "", **options):
+    owner = [sys.executable, "-c", before + FOREGROUND, str(own), *command]
     env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(owner, env=env, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 1
-    assert done.stderr == (
-        "kvtax: [Errno 2] No such file or directory: 'no-such-command'\n"
-    )
+    return subprocess.run(owner, env=env, capture_output=True, text=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "code", "error"),
+    [
+        ("no-such-command", None, 127, "No such file or directory"),
+        ("./plain-text", 0o644, 126, "Permission denied"),
+    ],
+)
+def test_a_command_that_cannot_be_run_ends_as_in_a_shell(
+    tmp_path, own, name, mode, code, error
+):
+    if mode:
+        (tmp_path / name).write_text("")
+    done = run_to_end(own, name, cwd=tmp_path)
+    assert done.returncode == code
+    assert done.stderr == f"kvtax: {name}: {error}\n"
     assert not own.exists()
+
+
+def test_a_script_without_a_first_line_for_it_runs_in_the_shell(tmp_path, own):
+    (tmp_path / "start").write_text('exec echo "$1"\n')
+    (tmp_path / "start").chmod(0o755)
+    assert run_to_end(own, "./start", "well", cwd=tmp_path).stdout == "well\n"
+
+
+def test_an_error_of_the_supervisor_has_its_traceback(own):
+    broken = (
+        "from kvtax.proc import foreground\nforeground._supervise = lambda *_: {}[1]\n"
+    )
+    done = run_to_end(own, "true", before=broken)
+    assert done.returncode == 1
+    assert done.stderr.endswith("KeyError: 1\n")
+
+
+IGNORES = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+SHOWS = "import signal; print(signal.getsignal(signal.SIGHUP).name)"
+
+
+def test_a_signal_that_was_ignored_at_start_stays_ignored(own, tmp_path):
+    shown = run_to_end(own, sys.executable, "-c", SHOWS, before=IGNORES).stdout
+    assert shown == "SIG_IGN\n"
+    script = f"{IGNORES}from kvtax.signals import exit_on_signals; exit_on_signals()\n"
+    shown = subprocess.run(
+        [sys.executable, "-c", script + SHOWS], cwd=REPOSITORY, capture_output=True
+    ).stdout
+    assert shown == b"SIG_IGN\n"
+
+
+def test_descriptors_pass_to_the_command(own):
+    reading, writing = os.pipe()
+    with os.fdopen(reading) as reader, os.fdopen(writing) as writer:
+        number = writer.fileno()
+        run_to_end(own, "bash", "-c", f"echo passed >&{number}", pass_fds=[number])
+        writer.close()
+        assert reader.read() == "passed\n"
+
+
+def test_a_process_that_may_not_be_signalled_does_not_save_the_others(monkeypatch):
+    protected, other = (subprocess.Popen(SLEEP) for _ in range(2))
+    kill = os.kill
+
+    def kill_others(pid: int, number: int) -> None:
+        if pid == protected.pid:
+            raise PermissionError(1, "Operation not permitted")
+        kill(pid, number)
+
+    try:
+        monkeypatch.setattr(os, "kill", kill_others)
+        supervise.signal_all([protected.pid, other.pid], signal.SIGKILL)
+        assert other.wait(DEADLINE_S) == -signal.SIGKILL
+        monkeypatch.setattr(supervise, "KILL_DEADLINE_S", 0.1)
+        supervise.kill_all(lambda: [protected.pid])  # it ends
+        assert protected.poll() is None
+    finally:
+        monkeypatch.undo()
+        protected.kill()
+        protected.wait()
+
+
+def test_an_interruption_does_not_wait_for_a_stubborn_command(folder):
+    began_s = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), start(folder, "deaf"):
+        pids(folder)
+        began_s = time.monotonic()
+        raise KeyboardInterrupt
+    assert time.monotonic() - began_s < supervise.TERM_GRACE_S / 3
 
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 HOLD = """\
 import sys, time
 from kvtax.proc import machine_lock
-machine_lock.MEASUREMENT = "\\0" + sys.argv[1]
+machine_lock.MEASUREMENT = sys.argv[1]
 with machine_lock.machine_lock():
     print("held", flush=True)
     time.sleep(600)
@@ -322,8 +405,8 @@ with machine_lock.machine_lock():
 @pytest.fixture
 def own_lock(monkeypatch) -> str:
     """Its name. The machine's own may be held by a measurement that goes on beside."""
-    name = f"kvtax-test-{os.getpid()}"
-    monkeypatch.setattr(machine_lock_module, "MEASUREMENT", f"\0{name}")
+    name = f"kvtax-test-{os.getpid()}.lock"
+    monkeypatch.setattr(machine_lock_module, "MEASUREMENT", name)
     return name
 
 

@@ -179,6 +179,18 @@ def test_a_full_disk_costs_the_lines_of_a_flush_and_tears_none(tmp_path: Path) -
     assert (lines.records, lines.torn_lines) == ([READS[0], READS[2]], 0)
 
 
+def test_lines_that_are_lost_at_the_end_are_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "reads.jsonl"
+    with (
+        pytest.raises(OSError, match="No space left"),
+        LineFile(path, HEADER) as file,
+    ):
+        file._file.close()
+        file._file = FullDisk(path, "r+")
+        file._file.room = 0
+        file.append(READS[0])
+
+
 def test_what_an_older_writer_left_out_has_a_default(tmp_path: Path) -> None:
     path = tmp_path / "requests.jsonl"
     rows = [
