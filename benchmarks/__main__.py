@@ -25,9 +25,8 @@ class Benchmark(NamedTuple):
 
     @property
     def module(self) -> str:
-        """The module's name: one of this folder, or of direct_read's own."""
-        own, _, part = self.name.partition("direct_read_")
-        return f"connectors.direct_read.bench.{part}" if part else f"benchmarks.{own}"
+        """The module's name."""
+        return f"benchmarks.{self.name}"
 
 
 BENCHMARKS = (
@@ -36,9 +35,6 @@ BENCHMARKS = (
     Benchmark("power", 5, "the smallest growth that a sweep catches"),
     Benchmark("coverage", 2, "intervals of levels on real noise, and false verdicts"),
     Benchmark("stressor", 25, "a command beside a noisy neighbour"),
-    Benchmark("direct_read_cost", 7, "being read by peers: cost per engine step"),
-    Benchmark("direct_read_transfer", 3, "direct reads beside bare transfers"),
-    Benchmark("direct_read_storm", 10, "direct reads under churn: wrong tokens"),
 )
 
 

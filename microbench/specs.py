@@ -37,6 +37,7 @@ def first_trials(
         installed = preflight.check_import(overlays, profile, installed)
         model = profile.checkpoint(folder / "model")
         patches, errors = build_overlays(overlays, connectors, installed)
+        growing = profile.growing()
         yield {
             name: TrialSpec(
                 name,
@@ -47,6 +48,7 @@ def first_trials(
                 overlays / name,
                 patches.get(name, {}),
                 errors.get(name),
+                grows=name in growing,
             )
             for name, connector in connectors.items()
         }

@@ -60,7 +60,8 @@ class TrialSpec:
     """One server lifetime to come: the `repeat`-th of a config.
 
     `overlay` patches vLLM; `patches` are the hashes of what is in it; `error` says why
-    the trial cannot be run. Where py-spy looks on, `sampled`, nothing is measured. A
+    the trial cannot be run. The first server of a config that `grows` has growth and
+    plateau. Where py-spy looks on, `sampled`, nothing is measured. A
     server that `starts_cold` is not forked.
     """
 
@@ -73,6 +74,7 @@ class TrialSpec:
     patches: dict[str, str]
     error: str | None = None
     repeat: int = 0
+    grows: bool = False
     sampled: bool = False
     starts_cold: bool = False
 
@@ -174,7 +176,7 @@ def _measure(folder: Path, spec: TrialSpec, facts: _TrialFacts) -> None:
     Raises the errors that run_trial catches.
     """
     profile = spec.profile
-    grows = spec.is_first and spec.config in profile.growing()
+    grows = spec.is_first and spec.grows
     plan = profile.plan(SERVED_MODEL, spec.model.vocab_size, spec.repeat, grows)
     (folder / "plan.json").write_bytes(msgspec.json.encode(plan))
     began_ns, cpu_s = 0, 0.0

@@ -65,13 +65,6 @@ ROOMS: dict[str, set[str]] = {
     "kvtax_fleet.analyze": ANALYSIS
     | {"kvtax_fleet.paths", "kvtax_fleet.policies", "kvtax_fleet.records"},
     "connectors": set(),
-    # Beside what our own parts cost: the same rounds, the same provenance.
-    "connectors.direct_read.bench": {
-        "kvtax",
-        "studies.results",
-        "connectors",
-        "tests.harness",
-    },
     "connectors.direct_read.peer": {"kvtax", "connectors"},
     "connectors.direct_read.tests": {"kvtax", "connectors", "tests"},
     "patches": set(),

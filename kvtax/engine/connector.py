@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connectors: TOML files under configs/connectors/, or given on the command line.
+"""Connectors: tables of the TOML files under configs/connectors/, or options.
 
-NAME is the file NAME.toml, or the table NAME of a file with which the name begins, as
-mooncake_both of mooncake.toml. Other tables are called FILE/TABLE.
+A config's name is the name of its table.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -35,7 +35,7 @@ class Companion(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class Connector(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """One measured config: a file of configs/connectors/, or a table of one.
+    """One measured config: a table of a file in configs/connectors/.
 
     `engine_args` are further arguments of vLLM's, by the name of the field in its
     EngineArgs. `package` is the Python package of its transfer engine, which must be
@@ -65,22 +65,19 @@ class Connector(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 def needs_company(connector: Connector) -> bool:
-    """True until kvtax.engine.companion.accompanied has filled in the companion."""
-    told = str((connector.kv_transfer_config, connector.engine_args, connector.env))
-    return connector.companion is not None or FOLDER in told or "@PORT_" in told
+    """Return whether kvtax.engine.companion.accompanied has yet to fill it in."""
+    text = str((connector.kv_transfer_config, connector.engine_args, connector.env))
+    return connector.companion is not None or FOLDER in text or "@PORT_" in text
 
 
 def load_connector(name: str) -> Connector:
     """Read the config `name`. Raises ConfigError."""
-    for file in _files():
-        if name.startswith(file.stem) and name in (configs := _read(file)):
-            return configs[name]
-    family = name.rpartition("/")[0]
-    known = [one for one in connector_names() if one.rpartition("/")[0] == family]
-    raise ConfigError(
-        f"no connector config named {name!r}; there are: "
-        f"{', '.join(known or connector_names())}"
-    )
+    configs = _read_all()
+    if name not in configs:
+        raise ConfigError(
+            f"no connector config named {name!r}; there are: {', '.join(configs)}"
+        )
+    return configs[name]
 
 
 def connector_names() -> list[str]:
@@ -89,22 +86,18 @@ def connector_names() -> list[str]:
 
 
 def _read_all() -> dict[str, Connector]:
-    return {name: one for file in _files() for name, one in _read(file).items()}
+    configs: dict[str, Connector] = {}
+    for file in sorted((CONFIGS / "connectors").glob("*.toml")):
+        tables = _read(file, file.stat().st_mtime_ns)
+        if twice := configs.keys() & tables.keys():
+            raise ConfigError(f"{file}: another file has {min(twice)}, too")
+        configs |= tables
+    return configs
 
 
-def _files() -> list[Path]:
-    return sorted((CONFIGS / "connectors").glob("*.toml"))
-
-
-def _read(file: Path) -> dict[str, Connector]:
-    """Read the configs of a file by name: the file's own, or those of its tables."""
-    tables = read_toml(file, dict[str, Any])
-    if not all(isinstance(table, dict) for table in tables.values()):
-        return {file.stem: read_toml(file, Connector)}
-    return {
-        table if table.startswith(file.stem) else f"{file.stem}/{table}": config
-        for table, config in read_toml(file, dict[str, Connector]).items()
-    }
+@functools.cache
+def _read(file: Path, changed_ns: int) -> dict[str, Connector]:
+    return read_toml(file, dict[str, Connector])
 
 
 EXTRA, FOLDER = "kv_connector_extra_config", "@FOLDER@"
@@ -134,9 +127,9 @@ def own_connector(where: str, config: str | None) -> tuple[str, Connector]:
             f"--connector {where!r}: want module:Class, such as mypkg.kv:MyConnector, "
             "or the name of a connector that vLLM has, such as ExampleConnector"
         )
-    told: dict[str, Any] = {"kv_connector": name, "kv_role": "kv_both"}
+    transfer: dict[str, Any] = {"kv_connector": name, "kv_role": "kv_both"}
     if module:
-        told["kv_connector_module_path"] = module
+        transfer["kv_connector_module_path"] = module
     given, source = config or "{}", "--connector-config"
     try:
         if given.startswith("@"):
@@ -149,14 +142,17 @@ def own_connector(where: str, config: str | None) -> tuple[str, Connector]:
         # It may have passwords, and is not printed.
         raise ConfigError(f"{source} is not a JSON object: {error}") from None
     for key in ("kv_connector", "kv_connector_module_path"):
-        if key in config_given and config_given[key] != told.get(key):
+        if key in config_given and config_given[key] != transfer.get(key):
             raise ConfigError(
                 f"{source} has a {key} that is not {where}'s; name one connector, and "
                 "leave the key out"
             )
-    told = _extra_config(told) | told | config_given
-    summary = f"{where}, told on the command line"
-    return name, Connector(summary=summary, patches=RECORDING, kv_transfer_config=told)
+    transfer = _extra_config(transfer) | transfer | config_given
+    return name, Connector(
+        summary=f"{where}, given on the command line",
+        patches=RECORDING,
+        kv_transfer_config=transfer,
+    )
 
 
 def _extra_config(transfer: dict[str, Any]) -> dict[str, Any]:

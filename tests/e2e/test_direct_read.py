@@ -14,13 +14,16 @@ from typing import Any
 
 import pytest
 
-from connectors.direct_read.bench.gated_servers import (
+from connectors.direct_read.client import Client
+from connectors.direct_read.protocol import Offer, Peer
+from connectors.direct_read.server import Server
+from tests.e2e.gated_servers import (
     PROGRESS_TIMEOUT_S,
     GatedServer,
     direct_read_overlay,
     named,
 )
-from connectors.direct_read.bench.gates import (
+from tests.e2e.gates import (
     LOOKUP,
     MID_READ,
     OFFER_IN_FLIGHT,
@@ -29,9 +32,6 @@ from connectors.direct_read.bench.gates import (
     TRUST_ALL,
     VALIDATE,
 )
-from connectors.direct_read.client import Client
-from connectors.direct_read.protocol import Offer, Peer
-from connectors.direct_read.server import Server
 from kvtax.engine.environment import DIRECT_READ_SECRET
 from kvtax.proc.ports import reserve
 from tests.harness.tiny import (

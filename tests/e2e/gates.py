@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of the gates and switches that gated.py knows."""
+"""Names of the gates and switches that gated_connector.py knows."""
 
 GATES_VARIABLE = "DIRECT_READ_GATES"
 # Gates: before B asks, before it reads, in the middle of its read, before it

@@ -17,7 +17,8 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 import connectors.direct_read.client as client
 import connectors.direct_read.reads as reads
-from connectors.direct_read.bench.gates import (
+from connectors.direct_read.connector import DirectReadConnector
+from tests.e2e.gates import (
     GATES_VARIABLE,
     LOOKUP,
     MID_READ,
@@ -27,7 +28,6 @@ from connectors.direct_read.bench.gates import (
     TRUST_ALL,
     VALIDATE,
 )
-from connectors.direct_read.connector import DirectReadConnector
 
 GATES = Path(os.environ[GATES_VARIABLE])
 

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from connectors.direct_read.bench.gates import GATES_VARIABLE
+from tests.e2e.gates import GATES_VARIABLE
 from kvtax.engine.connector import Connector
 from kvtax.engine.overlay import build_overlay
 from kvtax.engine.server import SERVED_MODEL, Server, resolve
@@ -32,7 +32,7 @@ PROGRESS_TIMEOUT_S = 3
 
 KV_TRANSFER_CONFIG = {
     "kv_connector": "GatedDirectReadConnector",
-    "kv_connector_module_path": "connectors.direct_read.bench.gated_connector",
+    "kv_connector_module_path": "tests.e2e.gated_connector",
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
     "kv_connector_extra_config": {"mooncake_protocol": "tcp"},
@@ -40,7 +40,7 @@ KV_TRANSFER_CONFIG = {
 
 
 class GatedServer(TinyServer):
-    """A server with the gated connector (gated.py); starts when made.
+    """A server with the gated connector; starts when made.
 
     Args:
         num_blocks: Size of its KV cache, which limits the length of prompts.
