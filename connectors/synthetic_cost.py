@@ -19,6 +19,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 
 from connectors.noop import NoopConnector
 from connectors.synthetic_process import BLOCKS, PAUSE_S, burn, start_process
@@ -49,6 +53,10 @@ WORKER_METHODS = (
 # In place of a method: a thread of the connector, or a process that it starts; with
 # PAUSE_S between two costs.
 THREAD, PROCESS = "thread", "process"
+# In place of a method, too: whenever a block is evicted; in the API server, for each
+# request that runs in a step; and memory that is kept for each block that was cached.
+EVICTED, API_SERVER, LEAK = "evicted", "api_server", "leak"
+NO_METHODS = (THREAD, PROCESS, EVICTED, API_SERVER, LEAK)
 # A name is no reason not to count a thread.
 THREAD_NAME = "records-of-blocks"
 
@@ -63,18 +71,26 @@ class Step(KVConnectorMetadata):
     context_tokens: int = 0
     prefills: bool = False
     since_reset_s: float = 0.0
+    # Of the step before: whether it had new prompts, |cache|, and the time since.
+    after_prefills: bool = False
+    blocks_before: int = 0
+    idle_s: float = 0.0
 
 
 class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Time spent in one method; a call takes the sum of all terms.
 
-    `method` is a method of the connector, or THREAD, or PROCESS. The cost arises in
+    `method` is a method of the connector, or one of NO_METHODS. The cost arises in
     every step, or in each `every`-th; with `prefill_only` only in steps with new
-    prompts; with `layer` only in the hook of that layer; with `from_blocks` only with
-    so many cached blocks, with `from_running` only with so many scheduled requests. A
-    call takes no more than `at_most_us`. With `waits`, the method sleeps and leaves the
-    GIL and the core to others. With `is_object` it is an object that is called, which
-    the recorder does not time. A process has `us_per_1k_blocks` alone.
+    prompts, with `after_prefill` only in steps behind those; with `after_idle_s` only
+    in a step that comes so long after the one before; with `each_blocks` only when
+    |cache| passes a multiple of it; with `on_hit` only for a request with cached
+    blocks; with `layer` only in the hook of that layer; with `from_blocks` only with
+    so many cached blocks, with `below_blocks` only with fewer, with `from_running` only
+    with so many scheduled requests. A call takes no more than `at_most_us`. With
+    `waits`, the method sleeps and leaves the GIL and the core to others. With
+    `is_object` it is an object that is called, which the recorder does not time. A
+    process has `us_per_1k_blocks` alone, a leak `kib_per_block`.
     """
 
     method: str
@@ -85,17 +101,23 @@ class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     us_per_1k_context_tokens: float = 0
     us_per_s: float = 0
     us_per_s_since_reset: float = 0
+    kib_per_block: int = 0
     from_blocks: int = 0
+    below_blocks: int | None = None
+    each_blocks: int | None = None
     from_running: int = 0
     at_most_us: float = math.inf
     every: int = 1
     prefill_only: bool = False
+    after_prefill: bool = False
+    after_idle_s: float = 0.0
+    on_hit: bool = False
     layer: int | None = None
     waits: bool = False
     is_object: bool = False
 
     def __post_init__(self) -> None:
-        known = (*SCHEDULER_METHODS, *WORKER_METHODS, THREAD, PROCESS)
+        known = (*SCHEDULER_METHODS, *WORKER_METHODS, *NO_METHODS)
         if self.method not in known:
             raise ValueError(
                 f"no method {self.method!r}; the connector has {', '.join(known)}"
@@ -103,9 +125,7 @@ class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def us_of(self, step: Step, age_s: float) -> float:
         """Return the cost of a call in `step`; `age_s` is the connector's age."""
-        if step.number % self.every or (self.prefill_only and not step.prefills):
-            return 0.0
-        if step.cache_blocks < self.from_blocks or step.running < self.from_running:
+        if not self._arises_in(step):
             return 0.0
         blocks_1k = step.cache_blocks / 1_000
         us = (
@@ -119,12 +139,50 @@ class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
         return min(us, self.at_most_us)
 
+    def _arises_in(self, step: Step) -> bool:
+        blocks = step.cache_blocks
+        each, below = self.each_blocks, self.below_blocks
+        return not (
+            step.number % self.every
+            or (self.prefill_only and not step.prefills)
+            or (self.after_prefill and not step.after_prefills)
+            or step.idle_s < self.after_idle_s
+            or blocks < self.from_blocks
+            or (below is not None and blocks >= below)
+            or (each is not None and blocks // each <= step.blocks_before // each)
+            or step.running < self.from_running
+        )
+
 
 class WorkerReport(KVConnectorWorkerMetadata):
     """Empty report: makes vLLM call `update_connector_output` in each step."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         return self
+
+
+class ApiServerStats(KVConnectorStats):
+    """Time that the API server is to spend, in us."""
+
+    def reset(self) -> None:
+        self.data = {"us": 0.0}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        self.data = {"us": self.data["us"] + other.data["us"]}
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return self.data
+
+    def is_empty(self) -> bool:
+        return not self.data.get("us")
+
+
+class ApiServerMetrics(KVConnectorPromMetrics):
+    """Spends the time of ApiServerStats, in the API server."""
+
+    def observe(self, transfer_stats_data, engine_idx: int = 0) -> None:
+        burn(transfer_stats_data["us"])
 
 
 class Object:
@@ -142,33 +200,49 @@ class SyntheticCostConnector(NoopConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         options = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._costs = msgspec.convert(options["costs"], list[Cost])
-        self._made_s = time.monotonic()
+        self._made_s = self._last_s = time.monotonic()
         self._step = Step()
+        self._leaked: list[bytes] = []
         self._block_pool = None
         # vLLM makes another map at a reset of the prefix cache.
         self._cached, self._reset_s = None, self._made_s
         self._shared: mmap | None = None
         for cost in self._costs:
-            if cost.method not in (THREAD, PROCESS):
-                # All other methods stay as cheap as those of a connector that does
-                # nothing.
-                method = self._with_cost(getattr(self, cost.method), cost)
-                if not cost.is_object:
-                    setattr(self, cost.method, method)
-                elif role == KVConnectorRole.WORKER:
-                    # An attribute of an instance is timed, whatever it is.
-                    setattr(type(self), cost.method, Object(method))
+            if cost.method not in NO_METHODS:
+                self._wrap(cost, role)
             elif role != KVConnectorRole.SCHEDULER:
                 continue
             elif cost.method == THREAD:
                 threading.Thread(
                     target=self._spend_for_ever, name=THREAD_NAME, daemon=True
                 ).start()
-            else:
+            elif cost.method == PROCESS:
                 self._shared = start_process(cost.us_per_1k_blocks)
+
+    def _wrap(self, cost: Cost, role: KVConnectorRole) -> None:
+        """Replace the method of `cost`; all others stay as cheap as the no-op's."""
+        method = self._with_cost(getattr(self, cost.method), cost)
+        if not cost.is_object:
+            setattr(self, cost.method, method)
+        elif role == KVConnectorRole.WORKER:
+            # An attribute of an instance is timed, whatever it is.
+            setattr(type(self), cost.method, Object(method))
 
     def bind_gpu_block_pool(self, gpu_block_pool) -> None:
         self._block_pool = gpu_block_pool
+        costs = {cost.method: cost for cost in self._costs}
+        if costs.keys() & {EVICTED, LEAK}:
+            _listen(gpu_block_pool, self._on_cached, self._on_evicted)
+
+    def _on_cached(self) -> None:
+        for cost in self._costs:
+            if cost.method == LEAK:
+                self._leaked.append(b"x" * (cost.kib_per_block * 1_024))
+
+    def _on_evicted(self) -> None:
+        for cost in self._costs:
+            if cost.method == EVICTED:
+                self._spend(cost)
 
     def build_connector_meta(self, scheduler_output):
         scheduled = scheduler_output.num_scheduled_tokens
@@ -187,7 +261,11 @@ class SyntheticCostConnector(NoopConnector):
             context_tokens=before + tokens,
             prefills=bool(new) or tokens > len(scheduled),
             since_reset_s=now_s - self._reset_s,
+            after_prefills=self._step.prefills,
+            blocks_before=self._step.cache_blocks,
+            idle_s=now_s - self._last_s,
         )
+        self._last_s = now_s
         if self._shared is not None:
             BLOCKS.pack_into(self._shared, 0, self._step.cache_blocks)
         return self._step
@@ -199,12 +277,31 @@ class SyntheticCostConnector(NoopConnector):
     def build_connector_worker_meta(self) -> WorkerReport:
         return WorkerReport()
 
+    def get_kv_connector_stats(self) -> ApiServerStats | None:
+        age_s = time.monotonic() - self._made_s
+        us = sum(
+            cost.us_of(self._step, age_s) * self._step.running
+            for cost in self._costs
+            if cost.method == API_SERVER
+        )
+        return ApiServerStats(data={"us": us}) if us else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data=None) -> ApiServerStats:
+        return ApiServerStats(data=data or {"us": 0.0})
+
+    @classmethod
+    def build_prom_metrics(cls, *configs) -> ApiServerMetrics:
+        return ApiServerMetrics(*configs)
+
     def _with_cost(self, free, cost: Cost):
         """Return a method that calls `free`, then spends the cost."""
 
         @functools.wraps(free)
         def method(*args, **kwargs):
             result = free(*args, **kwargs)
+            if cost.on_hit and not args[1]:
+                return result
             if cost.layer is None or f"layers.{cost.layer}." in args[0]:
                 self._spend(cost)
             return result
@@ -224,3 +321,20 @@ class SyntheticCostConnector(NoopConnector):
             for cost in self._costs:
                 if cost.method == THREAD:
                     self._spend(cost)
+
+
+def _listen(block_pool, on_cached, on_evicted) -> None:
+    """Have the patched pool call back for each block that it caches or evicts."""
+    from vllm.v1.core.block_pool_listener import BlockPoolListener
+
+    class Listener(BlockPoolListener):
+        def on_block_cached(self, key, block_id) -> None:
+            on_cached()
+
+        def on_block_evicted(self, key, block_id) -> None:
+            on_evicted()
+
+        def on_cache_reset(self) -> None:
+            pass
+
+    block_pool.add_listener(Listener())

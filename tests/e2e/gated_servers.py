@@ -13,10 +13,10 @@ from typing import Any
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.e2e.gates import GATES_VARIABLE
 from kvtax.engine.connector import Connector
 from kvtax.engine.overlay import build_overlay
 from kvtax.engine.server import SERVED_MODEL, Server, resolve
+from tests.e2e.gates import GATES_VARIABLE
 from tests.harness.tiny import (
     BLOCK_TOKENS,
     MAX_TOKENS,

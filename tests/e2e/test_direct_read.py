@@ -17,6 +17,8 @@ import pytest
 from connectors.direct_read.client import Client
 from connectors.direct_read.protocol import Offer, Peer
 from connectors.direct_read.server import Server
+from kvtax.engine.environment import DIRECT_READ_SECRET
+from kvtax.proc.ports import reserve
 from tests.e2e.gated_servers import (
     PROGRESS_TIMEOUT_S,
     GatedServer,
@@ -32,8 +34,6 @@ from tests.e2e.gates import (
     TRUST_ALL,
     VALIDATE,
 )
-from kvtax.engine.environment import DIRECT_READ_SECRET
-from kvtax.proc.ports import reserve
 from tests.harness.tiny import (
     BLOCK_TOKENS,
     SETTLE_DEADLINE_S,

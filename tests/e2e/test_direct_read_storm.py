@@ -22,13 +22,13 @@ from typing import Any
 import aiohttp
 import pytest
 
+from kvtax.engine.preflight import require_honest_transfers
+from kvtax.engine.server import SERVED_MODEL, Server
 from tests.e2e.gated_servers import (
     GatedServer,
     direct_read_overlay,
 )
 from tests.e2e.gates import OFFER_IN_FLIGHT, TRUST_ALL
-from kvtax.engine.preflight import require_honest_transfers
-from kvtax.engine.server import SERVED_MODEL, Server
 from tests.harness.tiny import BLOCK_TOKENS, VOCAB_SIZE, TinyServers, Tokens, ready
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
