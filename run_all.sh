@@ -5,7 +5,8 @@
 #   bash run_all.sh [--profile NAME] [--only CONFIG]... [--repeats N] [--model PATH]
 #                   [--connector MODULE:CLASS [--connector-config JSON|@FILE]] [--limits FILE]
 #                   [--python PATH | --vllm VERSION] [--out DIR [--resume]]
-#                   [--profile-cpu] [--ray ADDRESS] [--wait SECONDS] [--check | --report RUN]
+#                   [--profile-cpu] [--ray ADDRESS [--insecure]] [--wait SECONDS]
+#                   [--check | --report RUN]
 #
 # The run goes to runs/NAME or --out DIR, and so does its result: SUMMARY.md, report.html,
 # per_config.json and figures/. Only a run of the whole default profile, without --out,
@@ -24,6 +25,7 @@
 #   --resume             keep the finished trials of --out
 #   --profile-cpu        then sample one more server of each config: where CPU time goes
 #   --ray ADDRESS        measure on all hosts of a Ray cluster (docs/operate.md)
+#   --insecure           use a Ray cluster that asks for no token
 #   --check              only list what would stop the run
 #   --report RUN         only analyse the folder of a run, or its evidence.json.gz, again
 # Exit codes: 0 good, 1 a limit is broken or a verdict is not the expected one, 2 bad

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tasks on the nodes of a Ray cluster: functions that run here run there, too.
 
-A task is a function that fills a folder. Ray ships this checkout, chooses the node, and
-does the task again elsewhere if the node is lost. On the node the function runs in a
-process of its own, below a supervisor; its files are the task's result.
+A task is a function that fills a folder. Ray ships the files of this checkout that git
+tracks, chooses the node, and does the task again elsewhere if the node is lost. On the
+node the function runs in a process of its own, below a supervisor; its files are the
+task's result.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from kvtax.engine.installation import Installation, installation
@@ -38,9 +39,8 @@ RETRIES = 3
 MEASURES = "kvtax"
 # Ray's workers have one thread in OpenMP, and no GPU unless a task asks for one.
 NOT_OURS = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
-# Folders beside .venv of a host's own checkout, which are not shipped.
+# Folders beside .venv of a host's own checkout.
 ENVIRONMENTS = (".releases", ".uv")
-NOT_SHIPPED = [".git", ".venv", "/runs", "/third_party", *ENVIRONMENTS]
 LOOPBACK = ("127.", "::1")
 CONNECT_S = 10.0
 LOOK_EVERY_S = 0.2
@@ -63,6 +63,14 @@ class TaskFailed(Exception):
 
 
 @dataclass(frozen=True)
+class Cluster:
+    """Address of a Ray cluster; an `insecure` one may lack a token."""
+
+    address: str
+    insecure: bool = False
+
+
+@dataclass(frozen=True)
 class Task:
     """`function(folder, *arguments)` fills the folder; both are pickled."""
 
@@ -80,7 +88,17 @@ class FinishedTask:
     files: dict[str, bytes]
 
     def put(self, root: Path, folders: Iterable[str]) -> None:
-        """Put `folders` of the result below `root`, each whole, for an earlier one."""
+        """Put `folders` of the result below `root`, each whole, for an earlier one.
+
+        Raises HostsError if the host names a file outside of its result.
+        """
+        for name in self.files:
+            path = PurePosixPath(name)
+            if path.is_absolute() or ".." in path.parts or not path.name:
+                raise HostsError(
+                    f"{self.name}: {self.host} sent a file for {name!r}, which is "
+                    "outside of the task's result: nothing of it was written"
+                )
         with tempfile.TemporaryDirectory(dir=root) as made:
             for name, content in self.files.items():
                 path = Path(made, name)
@@ -93,9 +111,9 @@ class FinishedTask:
 
 
 def finished_tasks(
-    address: str, tasks: Sequence[Task], measures: bool
+    cluster: Cluster, tasks: Sequence[Task], measures: bool
 ) -> Iterator[FinishedTask]:
-    """Yield all tasks, as they are done on the cluster at `address`.
+    """Yield all tasks, as they are done on the cluster.
 
     A task that `measures` has a node of the resource MEASURES for itself, another one a
     core. Leaving the iterator ends all tasks. Raises HostsError.
@@ -106,8 +124,7 @@ def finished_tasks(
     if measures:
         needs = {"num_cpus": 0, "resources": {MEASURES: 1}}
     run = ray.remote(**needs, max_retries=RETRIES, scheduling_strategy="SPREAD")(_run)
-    shipped = {"working_dir": str(REPOSITORY), "excludes": NOT_SHIPPED}
-    with connected(address, shipped):
+    with _tracked_files() as shipped, connected(cluster, shipped):
         nodes = _Nodes(MEASURES if measures else "CPU")
         versions = installation().versions
         waiting = {}
@@ -180,17 +197,41 @@ class _Nodes:
 
 
 @contextmanager
-def connected(address: str, runtime_env: dict[str, Any]) -> Iterator[None]:
-    """Connect to the cluster at `address`; warn if anybody may. Raises HostsError."""
+def _tracked_files() -> Iterator[Path]:
+    """Copy the files that git tracks into a folder. Raises HostsError without git."""
+    listing = ["git", "ls-files", "-z"]
+    listed = subprocess.run(listing, cwd=REPOSITORY, capture_output=True)
+    if listed.returncode != 0:
+        raise HostsError(
+            "--ray ships the files that git tracks, and git lists none: "
+            f"{listed.stderr.decode(errors='replace').strip()}; run from a clone"
+        )
+    with tempfile.TemporaryDirectory(prefix="kvtax-ship-") as folder:
+        for name in filter(None, os.fsdecode(listed.stdout).split("\0")):
+            file, copy = REPOSITORY / name, Path(folder, name)
+            # A file may be deleted and still tracked, and a link may lead elsewhere.
+            if file.is_file() and not file.is_symlink():
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(file, copy)
+        yield Path(folder)
+
+
+@contextmanager
+def connected(cluster: Cluster, working_dir: Path) -> Iterator[None]:
+    """Connect to the cluster, whose tasks run in a copy of `working_dir`.
+
+    Raises HostsError if anybody may use the cluster who reaches it.
+    """
     import ray
     from ray.exceptions import AuthenticationError, RayError
 
+    address = cluster.address
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         _require_listener(address)
         ray.init(
             address=address,
-            runtime_env=runtime_env,
+            runtime_env={"working_dir": str(working_dir)},
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
@@ -209,7 +250,8 @@ def connected(address: str, runtime_env: dict[str, Any]) -> Iterator[None]:
         # At SIGTERM Ray would end this process without any cleaning up.
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        _warn_if_open(address)
+        if not cluster.insecure:
+            _refuse_open(address)
         yield
     finally:
         ray.shutdown()
@@ -225,19 +267,17 @@ def _require_listener(address: str) -> None:
     socket.create_connection((host, int(port)), CONNECT_S).close()
 
 
-def _warn_if_open(address: str) -> None:
-    """Warn of a cluster that others can reach and that asks nobody for a token."""
+def _refuse_open(address: str) -> None:
+    """Raise HostsError for a cluster that others can reach without a token."""
     import ray
 
     hosts = [node["NodeManagerAddress"] for node in ray.nodes()]
     beyond = not all(host.startswith(LOOPBACK) for host in hosts)
     if beyond and os.environ.get("RAY_AUTH_MODE") != "token":
-        print(
-            f"WARNING: the Ray cluster at {address} asks for no token: whoever reaches "
-            "it can run anything on its hosts. Start Ray with RAY_AUTH_MODE=token on "
-            "each host (docs/operate.md)",
-            file=sys.stderr,
-            flush=True,
+        raise HostsError(
+            f"the Ray cluster at {address} asks for no token: whoever reaches it can "
+            "run anything on its hosts. Start Ray with RAY_AUTH_MODE=token on each "
+            "host (docs/operate.md), or accept that with --insecure"
         )
 
 

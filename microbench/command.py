@@ -16,7 +16,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvtax.cli.options import add_connector_config, add_ray, add_vllm, add_wait
+from kvtax.cli.options import (
+    add_connector_config,
+    add_ray,
+    add_vllm,
+    add_wait,
+    cluster_of,
+)
 
 if TYPE_CHECKING:
     from kvtax.engine.installation import Installation
@@ -255,7 +261,7 @@ def _on_hosts(arguments: argparse.Namespace) -> Rounds | None:
 
     Raises SweepError.
     """
-    if arguments.ray is None:
+    if (cluster := cluster_of(arguments)) is None:
         return None
     if arguments.profile_cpu:
         raise SweepError("--profile-cpu samples on this machine: leave out --ray")
@@ -264,7 +270,7 @@ def _on_hosts(arguments: argparse.Namespace) -> Rounds | None:
     from microbench.on_hosts import run_on_hosts
 
     python = None if arguments.python == sys.executable else arguments.python
-    return partial(run_on_hosts, arguments.ray, python, arguments.vllm)
+    return partial(run_on_hosts, cluster, python, arguments.vllm)
 
 
 def _installed(arguments: argparse.Namespace) -> Installation:

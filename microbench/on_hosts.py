@@ -16,7 +16,7 @@ from kvtax.engine import provenance
 from kvtax.engine.installation import Installation, installation
 from kvtax.engine.preflight import check_machine
 from kvtax.engine.releases import release
-from kvtax.hosts import Task, finished_tasks, require_same
+from kvtax.hosts import Cluster, Task, finished_tasks, require_same
 from kvtax.records.files import read_document, write_document, write_whole
 from kvtax.records.run import PLAN_FILE, HostRecord, RunRecord, TrialRecord
 from microbench.profile import Profile
@@ -34,7 +34,7 @@ def installed_here(python: str | None, vllm: str | None) -> Installation:
 
 
 def run_on_hosts(
-    address: str,
+    cluster: Cluster,
     python: str | None,
     vllm: str | None,
     run_dir: Path,
@@ -58,7 +58,7 @@ def run_on_hosts(
         for name, trials in rounds.items()
         if not (resume and all(read_finished(run_dir / t.folder, t) for t in trials))
     ]
-    for done in finished_tasks(address, tasks, measures=True):
+    for done in finished_tasks(cluster, tasks, measures=True):
         trials = rounds[done.name]
         done.put(run_dir, [str(trial.folder) for trial in trials])
         facts = msgspec.json.decode(done.files[PROVENANCE])

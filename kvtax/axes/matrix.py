@@ -26,7 +26,7 @@ from kvtax.engine.releases import (
     tested_releases,
 )
 from kvtax.engine.releases import release as environment_of
-from kvtax.hosts import Task, finished_tasks, require_same
+from kvtax.hosts import Cluster, Task, finished_tasks, require_same
 from kvtax.paths import CONFIGS, REPOSITORY
 from kvtax.proc.machine_lock import machine_lock
 from kvtax.records.estimate import Estimate
@@ -150,7 +150,7 @@ class Choice:
             yield dict.fromkeys(releases, installed)
 
 
-def measure_matrix(matrix: Matrix, choice: Choice, ray: str | None) -> None:
+def measure_matrix(matrix: Matrix, choice: Choice, ray: Cluster | None) -> None:
     """Measure and keep the cells of `choice`, here or on the Ray cluster `ray`.
 
     Raises ConfigError, HostsError, MachineBusy, RecordsError, ServerError, OSError.
@@ -259,7 +259,7 @@ def _measure_here(
 
 
 def _measure_on_hosts(
-    address: str,
+    cluster: Cluster,
     cells: list[CellName],
     claims: Sequence[Claim],
     installed: dict[str, Installation],
@@ -274,7 +274,7 @@ def _measure_on_hosts(
         )
         for group in compared(cells, claims)
     ]
-    for task in finished_tasks(address, tasks, measures=True):
+    for task in finished_tasks(cluster, tasks, measures=True):
         for name, content in sorted(task.files.items()):
             cell = decode(Path(name), content, CellRecord)
             facts = cell.provenance | provenance.checkout()

@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kvtax.cli.options import add_ray, add_wait
+from kvtax.cli.options import add_ray, add_wait, cluster_of
 
 OF_SOURCES = Path("runs/axes")
 
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     from kvtax.config import ConfigError
 
     require_checkout("axes")
-    vllm, ray = arguments.vllm, arguments.ray
+    vllm, ray = arguments.vllm, cluster_of(arguments)
     if vllm and ray:
         raise ConfigError("--vllm PATH is measured here only, without --ray")
     if arguments.python and not vllm:

@@ -8,7 +8,10 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+if TYPE_CHECKING:
+    from kvtax.hosts import Cluster
 
 
 def whole_number(at_least: int, at_most: int = 2**63 - 1) -> Callable[[str], float]:
@@ -92,3 +95,17 @@ def add_ray(
         help=f"{text} of this Ray cluster, or auto: the cluster of this host "
         "(docs/operate.md)",
     )
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        help="use a Ray cluster that asks for no token and that others can reach",
+    )
+
+
+def cluster_of(arguments: argparse.Namespace) -> Cluster | None:
+    """Return the cluster that add_ray's options name, None without --ray."""
+    from kvtax.hosts import Cluster
+
+    if arguments.ray is None:
+        return None
+    return Cluster(arguments.ray, arguments.insecure)

@@ -56,7 +56,7 @@ class Provenance(msgspec.Struct, kw_only=True):
     """The command that was run; passwords, tokens and keys are `***`."""
 
 
-Verdict = Literal["grows", "drifts", "flat", "inconclusive", "failed"]
+Verdict = Literal["grows", "stalls", "drifts", "flat", "inconclusive", "failed"]
 RoleName = Literal["baseline", "twin", "floor", "hypothesis"]
 
 

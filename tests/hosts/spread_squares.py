@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 
-from kvtax.hosts import HostsError, Task, finished_tasks
+from kvtax.hosts import Cluster, HostsError, Task, finished_tasks
 from kvtax.signals import exit_on_signals
 from tests.hosts.squares import square
 
@@ -19,9 +19,12 @@ from tests.hosts.squares import square
 def main() -> int:
     exit_on_signals()
     address, seconds, kind, *numbers = sys.argv[1:]
+    insecure = "--insecure" in numbers
+    numbers = [number for number in numbers if number != "--insecure"]
+    cluster = Cluster(address, insecure)
     tasks = [Task(n, square, (int(n), float(seconds))) for n in numbers]
     try:
-        for done in finished_tasks(address, tasks, kind == "measures"):
+        for done in finished_tasks(cluster, tasks, kind == "measures"):
             value = int(done.files["deep/square"])
             when = json.loads(done.files["when"])
             print(json.dumps([int(done.name), value, done.host, *when]), flush=True)

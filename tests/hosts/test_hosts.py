@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 
 from fleet.tests.simulate.two_arms import two_arms
+from kvtax import hosts
 from kvtax.engine.provenance import git_commit
-from kvtax.hosts import FinishedTask
+from kvtax.hosts import FinishedTask, HostsError
 from kvtax.paths import REPOSITORY
 from kvtax.records.files import read_document
 from kvtax.records.observatory_cell import read_cells
@@ -44,10 +45,13 @@ def squares(
     numbers: list[str],
     seconds: float = 0.5,
     kind: str = "simulates",
+    insecure: bool = True,
 ) -> HeadCommand:
     module = ["tests.hosts.spread_squares", cluster.address, str(seconds), kind]
     log = folder / "out"
-    return HeadCommand(cluster, log, *module, *numbers, deadline_s=DEADLINE_S)
+    allowed = ["--insecure"] if insecure else []
+    words = [*module, *numbers, *allowed]
+    return HeadCommand(cluster, log, *words, deadline_s=DEADLINE_S)
 
 
 def up_to(count: int) -> list[str]:
@@ -154,16 +158,16 @@ def test_a_host_whose_workers_yield_to_others_is_not_measured_on(tmp_path):
 
 
 @on_cluster
-def test_tokens_decide_who_may_use_a_cluster_and_an_open_one_is_warned_of(
+def test_tokens_decide_who_may_use_a_cluster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "1" * 32)
     monkeypatch.setenv("HOME", str(tmp_path))
     with RayCluster(2) as cluster:
-        with squares(cluster, tmp_path, up_to(2)) as command:
+        with squares(cluster, tmp_path, up_to(2), insecure=False) as command:
             assert command.status() == 0, command.printed
-        assert len(command.lines) == 2 and "WARNING" not in command.printed
+        assert len(command.lines) == 2
         for name, value in (("RAY_AUTH_TOKEN", "2" * 32), ("RAY_AUTH_MODE", "")):
             monkeypatch.setenv(name, value)
             with squares(cluster, tmp_path, up_to(2)) as command:
@@ -173,12 +177,11 @@ def test_tokens_decide_who_may_use_a_cluster_and_an_open_one_is_warned_of(
 
 
 @on_cluster
-def test_an_open_cluster_is_warned_of(cluster: RayCluster, tmp_path: Path) -> None:
-    with squares(cluster, tmp_path, ["3"], 0) as command:
-        assert command.status() == 0, command.printed
-    assert f"WARNING: the Ray cluster at {cluster.address} asks for no" in (
-        command.printed
-    )
+def test_an_open_cluster_is_refused(cluster: RayCluster, tmp_path: Path) -> None:
+    with squares(cluster, tmp_path, ["3"], 0, insecure=False) as command:
+        assert command.status() == 3 and command.lines == []
+    assert f"the Ray cluster at {cluster.address} asks for no token" in command.printed
+    assert "--insecure" in command.printed
 
 
 @pytest.mark.slow
@@ -206,6 +209,53 @@ def test_a_result_takes_the_place_of_an_earlier_one_whole(tmp_path: Path) -> Non
     assert found == {"kept", "a/r0/deep/new", "b/r0/new"}
 
 
+@pytest.mark.parametrize(
+    "name", ["../out", "/out", "a/r0/../../../out", "a/../../out", "..", ""]
+)
+def test_no_file_of_a_result_is_written_outside_of_it(name: str, tmp_path: Path):
+    root = tmp_path / "runs"
+    root.mkdir()
+    files = {"a/r0/new": b"1", name: b"2", str(tmp_path / "absolute"): b"3"}
+    with pytest.raises(HostsError, match=r"^task: host sent a file for"):
+        FinishedTask("task", "host", files).put(root, ["a/r0"])
+    assert list(tmp_path.rglob("*")) == [root]
+
+
+def test_what_git_does_not_track_is_not_shipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository = tmp_path / "checkout"
+    (repository / "deep").mkdir(parents=True)
+    (tmp_path / "secret").write_text("elsewhere")
+    for name in ("tracked", "deep/tracked", "deleted", ".env", "id_rsa", "new.py"):
+        (repository / name).write_text(name)
+    (repository / ".gitignore").write_text(".env\n")
+    (repository / "link").symlink_to(tmp_path / "secret")
+    git = ["git", "-C", str(repository)]
+    subprocess.run([*git, "init", "-q"], check=True)
+    tracked = ["tracked", "deep/tracked", "deleted", ".gitignore", "link"]
+    subprocess.run([*git, "add", *tracked], check=True)
+    (repository / "deleted").unlink()
+    (repository / "tracked").write_text("changed since")
+    monkeypatch.setattr(hosts, "REPOSITORY", repository)
+    with hosts._tracked_files() as folder:
+        shipped = {str(p.relative_to(folder)): p for p in folder.rglob("*")}
+        assert shipped.keys() == {"tracked", "deep", "deep/tracked", ".gitignore"}
+        assert shipped["tracked"].read_text() == "changed since"
+    assert not folder.exists()
+
+
+def test_a_folder_without_git_is_not_shipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts, "REPOSITORY", tmp_path)
+    with (
+        pytest.raises(HostsError, match="run from a clone"),
+        hosts._tracked_files(),
+    ):
+        pytest.fail("nothing can be shipped")
+
+
 COMMAND_DEADLINE_S = 900
 
 
@@ -216,7 +266,7 @@ def kvtax_cluster() -> Iterator[RayCluster]:
 
 
 def kvtax(kvtax_cluster: RayCluster, log: Path, *arguments: str) -> HeadCommand:
-    command = ["kvtax", *arguments, "--ray", kvtax_cluster.address]
+    command = ["kvtax", *arguments, "--ray", kvtax_cluster.address, "--insecure"]
     return HeadCommand(kvtax_cluster, log, *command, deadline_s=COMMAND_DEADLINE_S)
 
 
@@ -267,7 +317,7 @@ def test_two_cells_are_measured_by_two_hosts_and_the_page_says_so(
     for connector in connectors:
         command += ["--connector", connector]
     done = subprocess.run(
-        kvtax_cluster.on_head(*command, "--ray", kvtax_cluster.address),
+        kvtax_cluster.on_head(*command, "--ray", kvtax_cluster.address, "--insecure"),
         cwd=checkout,
         capture_output=True,
         text=True,

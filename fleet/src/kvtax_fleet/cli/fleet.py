@@ -13,7 +13,7 @@ from inspect import cleandoc
 from pathlib import Path
 
 from kvtax.cli import Exit, require_checkout
-from kvtax.cli.options import add_ray, number, whole_number
+from kvtax.cli.options import add_ray, cluster_of, number, whole_number
 
 from kvtax_fleet.cli.options import add_model, add_parameters, add_settings
 
@@ -86,7 +86,7 @@ def _run(arguments: argparse.Namespace) -> int:
             resume=arguments.resume,
             virtual=arguments.virtual,
             setting=arguments.setting,
-            ray=arguments.ray,
+            ray=cluster_of(arguments),
         ),
     )
     return _write_report(out, out)

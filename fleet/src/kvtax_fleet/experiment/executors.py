@@ -11,6 +11,7 @@ from pathlib import Path
 from kvtax import run_folder
 from kvtax.config import ConfigError
 from kvtax.engine import preflight
+from kvtax.hosts import Cluster
 from kvtax.proc.machine_lock import machine_lock
 from kvtax.records.files import read_document
 
@@ -42,7 +43,7 @@ class RunOptions:
     resume: bool = False
     virtual: bool = False
     setting: str | None = None
-    ray: str | None = None
+    ray: Cluster | None = None
 
     def check(self) -> None:
         """Raise ExperimentError if two options exclude each other."""

@@ -24,7 +24,7 @@ from kvtax.config import ConfigError
 from kvtax.engine import preflight
 from kvtax.engine.preloaded import Preloaded
 from kvtax.engine.server import tail
-from kvtax.hosts import Task, finished_tasks
+from kvtax.hosts import Cluster, Task, finished_tasks
 from kvtax.proc.ports import FIRST, staggered
 from kvtax.records import RecordsError
 from kvtax.records.files import read_document
@@ -153,9 +153,9 @@ def _made(
 
 
 def make_on_hosts(
-    address: str, experiment: Experiment, runs: Sequence[PlannedRun], trace: Path
+    cluster: Cluster, experiment: Experiment, runs: Sequence[PlannedRun], trace: Path
 ) -> Iterator[PlannedRun]:
-    """Make the runs on the Ray cluster at `address`, a few with each task.
+    """Make the runs on a Ray cluster, a few with each task.
 
     Raises HostsError.
     """
@@ -168,7 +168,7 @@ def make_on_hosts(
         )
         for few in _tasks(runs)
     ]
-    for done in finished_tasks(address, tasks, measures=False):
+    for done in finished_tasks(cluster, tasks, measures=False):
         made = [name for name in by_name if f"{name}/arm.json" in done.files]
         done.put(trace.parent, made)
         yield from (by_name[name] for name in made)
