@@ -138,15 +138,9 @@ def recorded(pod: Any, container: str) -> Any:
     return merge(pod, added)
 
 
-PATCHED = merge(
-    DEPLOYMENT,
-    {
-        "spec": {
-            "template": {
-                "spec": recorded(DEPLOYMENT["spec"]["template"]["spec"], "vllm")
-            }
-        }
-    },
+PATCHED = copy.deepcopy(DEPLOYMENT)
+PATCHED["spec"]["template"]["spec"] = recorded(
+    DEPLOYMENT["spec"]["template"]["spec"], "vllm"
 )
 
 

@@ -256,10 +256,11 @@ def test_a_time_per_token_is_no_secret():
 
 
 NEW = """\
+[brand_new]
 summary = "a connector that no code here has heard of"
 patches = ["step_timing_v2"]
 
-[kv_transfer_config]
+[brand_new.kv_transfer_config]
 kv_connector = "BrandNewConnector"
 kv_connector_module_path = "mypackage.kv"
 kv_role = "kv_both"
@@ -269,9 +270,15 @@ kv_role = "kv_both"
 @pytest.fixture
 def brand_new(tmp_path, monkeypatch):
     (tmp_path / "connectors").mkdir()
-    (tmp_path / "connectors" / "brand_new.toml").write_text(NEW)
+    (tmp_path / "connectors" / "any_file.toml").write_text(NEW)
     monkeypatch.setattr("kvtax.engine.connector.CONFIGS", tmp_path)
     return load_connector("brand_new")
+
+
+def test_two_configs_of_a_name_are_refused(brand_new, tmp_path):
+    (tmp_path / "connectors" / "second.toml").write_text(NEW)
+    with pytest.raises(ConfigError, match=r"second\.toml: another .* has brand_new"):
+        load_connector("brand_new")
 
 
 def test_the_sweep_serves_it(brand_new, tmp_path):
