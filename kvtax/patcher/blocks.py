@@ -9,9 +9,9 @@ All text is bytes, so lines of others come back byte for byte. A block:
     # BLOCK_END <patch>:<id> <check>
 
 The check, 8 hex digits, is of the lines between the two, blanks at their ends left out.
-Only a pair of this whole form is ours, whose check fits or whose patch is known: any
-other BLOCK_BEGIN or BLOCK_END is somebody's text. An added file is one block around the
-whole file, and its id is the path:
+Only a pair of this whole form is ours, whose check fits or whose patch and id are
+known: any other BLOCK_BEGIN or BLOCK_END is somebody's text, and so are those inside of
+a string. An added file is one block around the whole file, and its id is the path:
 
     # BLOCK_BEGIN <patch>[+<patch>...]:<path> <check>
 
@@ -19,10 +19,12 @@ An earlier kvtax wrote longer BEGIN lines, which are read as well (``_EARLIER``)
 """
 
 import ast
+import functools
 import hashlib
 import re
 import textwrap
-from collections.abc import Collection, Iterable, Sequence
+import warnings
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, combinations
 from typing import NamedTuple
@@ -189,15 +191,17 @@ def _sentinels(name: str, body: Iterable[bytes]) -> tuple[str, str]:
     return f"# BLOCK_BEGIN {name} {check}", f"# BLOCK_END {name} {check}"
 
 
-# Names of patches that are ours in whatever state their blocks are; None for any.
-Ours = Collection[str] | None
+# Patches that are ours in whatever state their blocks are, each with the ids of its
+# blocks, None for any id; None for any patch.
+Ours = Mapping[str, Collection[str] | None] | None
 
 
 def parse(text: bytes, file: str = "<text>", ours: Ours = None) -> Parsed:
     """Split ``text`` into pristine lines and blocks.
 
-    Raises DamagedError, with ``file`` and line number, for half a block of ours, or one
-    that stands there twice.
+    Of a whole block that stands there twice, as after a merge that kept both sides, the
+    second is dropped. Raises DamagedError, with ``file`` and line number, for half a
+    block of ours.
     """
     lines = text.splitlines(keepends=True)
     if MARK not in text:
@@ -206,61 +210,111 @@ def parse(text: bytes, file: str = "<text>", ours: Ours = None) -> Parsed:
     open_ended = not lines[-1].endswith((b"\n", b"\r"))
     if open_ended:
         lines[-1] += eol
+    marks = _marks(text, lines)
     pristine: list[bytes] = []
-    blocks: list[Block] = []
+    blocks: dict[str, Block] = {}
+    halves: list[tuple[int, str, str]] = []
     number = 0
     while number < len(lines):
-        begin = _read_begin(lines[number])
-        end = _find_end(lines, number, begin, ours) if begin else 0
+        begin = _read_begin(marks[number])
+        end = _find_end(marks, number, begin, ours) if begin else 0
         if begin and end:
             above, whole, below = _without_foreign(begin, lines[number : end + 1])
             if _is_ours(begin, ours) or _fits(begin.check, whole[1:-1]):
                 pristine += above
                 block = _read_block(begin, whole, pristine, len(blocks))
+                first = blocks.setdefault(block.name, block)
+                if first is not block:
+                    if not _is_copy(first, block, pristine):
+                        raise _damaged(file, number, lines[number], "stands here twice")
+                    del pristine[block.at :]
                 pristine += below
-                if any(block.name == other.name for other in blocks):
-                    raise _damaged(file, number, lines[number], "stands here twice")
-                blocks.append(block)
                 number = end + 1
                 continue
-        elif what := _half_of_ours(lines[number], begin, ours):
-            raise _damaged(file, number, lines[number], what)
+        elif half := _half_of_ours(marks[number], begin, ours):
+            halves.append((number, *half))
         pristine.append(lines[number])
         number += 1
+    for number, name, damage in halves:
+        # Beside a whole block of that name it is somebody's text.
+        if name not in blocks:
+            raise _damaged(file, number, lines[number], damage)
     if open_ended and pristine:
         pristine[-1] = pristine[-1].removesuffix(eol)
-    return Parsed(tuple(pristine), tuple(blocks))
+    return Parsed(tuple(pristine), tuple(blocks.values()))
+
+
+def _is_copy(first: Block, second: Block, pristine: Sequence[bytes]) -> bool:
+    """Return whether both blocks are whole, and displaced the same lines."""
+    displaced = [pristine[slice(each.at, each.until)] for each in (first, second)]
+    return not (first.edited or second.edited) and displaced[0] == displaced[1]
+
+
+def _marks(text: bytes, lines: list[bytes]) -> list[bytes]:
+    """Return the lines, with those inside of a string empty: they are no comments."""
+    marks = [*lines]
+    for first, last in _strings(text):
+        marks[first:last] = [b""] * (last - first)
+    return marks
+
+
+@functools.lru_cache(maxsize=64)
+def _strings(text: bytes) -> tuple[tuple[int, int], ...]:
+    """Return the lines [first, last) that begin inside of a string.
+
+    There are none in a text that this Python cannot parse, as with conflict markers.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ()
+    return tuple(
+        (node.lineno, node.end_lineno)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.JoinedStr | ast.Constant)
+        and node.end_lineno
+        and node.end_lineno > node.lineno
+    )
 
 
 def _is_ours(begin: _Begin, ours: Ours) -> bool:
-    return begin.is_earlier or _has_owner(begin.patch, ours)
+    return begin.is_earlier or _has_owner(begin.patch, begin.id, ours)
 
 
-def _has_owner(patch: str, ours: Ours) -> bool:
-    return ours is None or not set(ours).isdisjoint(patch.split("+"))
+def _has_owner(patch: str, id_: str, ours: Ours) -> bool:
+    if ours is None:
+        return True
+    known = [ours[name] for name in patch.split("+") if name in ours]
+    return any(ids is None or id_ in ids for ids in known)
 
 
-def _half_of_ours(line: bytes, begin: _Begin | None, ours: Ours) -> str:
-    """Return what is wrong with a line that is half a block of ours, else nothing."""
+def _half_of_ours(
+    line: bytes, begin: _Begin | None, ours: Ours
+) -> tuple[str, str] | None:
+    """Return name and damage of a line that is half a block of ours, else None."""
     if begin:
         if not _is_ours(begin, ours):
-            return ""
+            return None
+        damage = "has no BLOCK_END of its own"
         if begin.id.endswith(ADDED_ID):
-            return "is that of a whole file, which does not end with it or was moved"
-        return "has no BLOCK_END of its own"
+            damage = "is that of a whole file, which does not end with it or was moved"
+        return f"{begin.patch}:{begin.id}", damage
     end = _END.fullmatch(line)
-    is_ours = end and _has_owner(end[1].decode(), ours)
-    return "has no BLOCK_BEGIN of its own" if is_ours else ""
+    if not end or not _has_owner(end[1].decode(), end[2].decode(), ours):
+        return None
+    return f"{end[1].decode()}:{end[2].decode()}", "has no BLOCK_BEGIN of its own"
 
 
-def _find_end(lines: list[bytes], at: int, begin: _Begin, ours: Ours) -> int:
+def _find_end(marks: list[bytes], at: int, begin: _Begin, ours: Ours) -> int:
     """Find the index of the END line that closes the BEGIN line at ``at``, else 0."""
     if begin.id.endswith(ADDED_ID):
         return 0
-    for number in range(at + 1, len(lines)):
-        if lines[number].rstrip(b"\r\n") == begin.end:
+    for number in range(at + 1, len(marks)):
+        if marks[number].rstrip(b"\r\n") == begin.end:
             return number
-        if _half_of_ours(lines[number], _read_begin(lines[number]), ours):
+        if _half_of_ours(marks[number], _read_begin(marks[number]), ours):
             break
     return 0
 

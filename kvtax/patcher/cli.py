@@ -28,12 +28,13 @@ from .plan import Plan
 from .target import Tree, find_package, locate
 
 DEFAULT_SET = "timing"
-REFUSED, CLOSED_PIPE = 2, 141  # exit codes
+LEFT, REFUSED, CLOSED_PIPE = 1, 2, 141  # exit codes
+EVERYTHING = "all"  # to --revert: also patches that no set names
 _EPILOG = """\
-exit codes: 0 done, or nothing to do; 2 refused, the tree as it was. Ctrl-C and SIGTERM
-wait until the change is whole. After a kill, the next --apply or --revert finishes or
-undoes the change that was under way, or gives it up if somebody has changed the files
-since. Other actions never write.
+exit codes: 0 done, or nothing to do; 1 --revert without --patch has left other patches
+in the tree, and names them; 2 refused, the tree as it was. Ctrl-C and SIGTERM wait for
+the whole change. After a kill, the next --apply or --revert undoes the change, or
+gives it up if somebody has changed the files since. Other actions never write.
 """
 
 
@@ -143,8 +144,7 @@ def run(args: argparse.Namespace, repository: Path) -> int:
         return _status(load_patches(folder), sets, args, repository)
     names = _names(args, sets, folder)
     if args.action == "revert":
-        _revert(names, _manifests_if_sound(folder), args, repository)
-        return 0
+        return _revert(names, _manifests_if_sound(folder), args, repository)
     code = _put(select(load_patches(folder), names), args, repository)
     if not args.patch and not code and args.action != "diff":
         others = ", ".join(name for name in sets if name != DEFAULT_SET) or "none"
@@ -256,14 +256,19 @@ def report(tree: Tree, plan: Plan, action: str) -> None:
     print(title(tree))
     if plan.removed:
         print(f"  reverted: {', '.join(plan.removed)}")
-    for change in plan.writes:
+    for change in plan.changes:
         would = "would be " if action == "check" else ""
         print(f"  {would}{change.kind}: {change.path}")
-    if not plan.writes:
+    if not plan.changes:
         state = "not applied" if action == "revert" else "already applied"
         print(f"  nothing to do, {state}")
+    if plan.note:
+        print(f"  {plan.note}")
     if plan.left:
-        print(f"  still in the tree: {', '.join(plan.left)} (--revert --patch NAME)")
+        left = ", ".join(plan.left)
+        print(
+            f"  still in the tree: {left} (--revert --patch {EVERYTHING} takes all out)"
+        )
 
 
 def report_fit(
@@ -303,15 +308,22 @@ def _revert(
     known: dict[str, Patch],
     args: argparse.Namespace,
     repository: Path,
-) -> None:
+) -> int:
+    """Take the patches out; return the exit code."""
     everywhere = not known.keys() >= set(names)
     packages = [
         patch.package for patch in known.values() if everywhere or patch.name in names
     ]
     trees = _trees(packages, args.target, repository)
-    plans = [engine.revert(tree, names, known, args.discard_edits) for tree in trees]
-    for tree, plan in zip(trees, plans, strict=True):
+    left = False
+    for tree in trees:
+        out = names
+        if EVERYTHING in (args.patch or ()):
+            out = [*names, *engine.patches_in_tree(tree, known)]
+        plan = engine.revert(tree, out, known, args.discard_edits)
         report(tree, plan, "revert")
+        left |= bool(plan.left)
+    return LEFT if left and not args.patch else 0
 
 
 def _status(

@@ -4,7 +4,7 @@
 import ast
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .blocks import Added, Block, Parsed
@@ -31,8 +31,8 @@ def apply(
     with locked(tree):
         recover(tree)
         plan = plan_apply(tree, patches, parameters)
-        commit(tree, plan.writes)
-    return plan
+        note = commit(tree, plan)
+    return replace(plan, note=note)
 
 
 def revert(
@@ -51,9 +51,14 @@ def revert(
     with locked(tree):
         recover(tree)
         plan = plan_revert(tree, names, known, discard_edits)
-        commit(tree, plan.writes)
+        note = commit(tree, plan)
     tree.remove_if_empty()
-    return plan
+    return replace(plan, note=note)
+
+
+def patches_in_tree(tree: Tree, known: Mapping[str, Patch]) -> set[str]:
+    """Return the names of the patches that are in ``tree``; writes nothing."""
+    return patches_in(survey(tree, known, known).files)
 
 
 def check(
@@ -127,7 +132,7 @@ def status(
     """
     require_unlocked(tree)
     known = {patch.name: patch for patch in patches}
-    found = survey(tree, known, damaged)
+    found = survey(tree, known, known, damaged)
     return {
         name: _status(tree, name, known.get(name), found)
         for name in sorted(known.keys() | patches_in(found.files))

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Journal of a change, by which a tree is changed whole or not at all.
 
-Everything is first written into ``.blockpatch-journal`` in the package directory: new
-contents, copies of the old ones, and the hashes of both. Renaming ``redo.json`` into
-place is the decision; from then on only renames, removals and directories are left, and
-each of them can be repeated. A killed call leaves the journal, and the next one that
-changes the tree deals with it: forward with ``redo.json``, back with ``undo.json``;
-with neither nothing was changed yet.
+Everything is first written into ``.blockpatch-journal`` in the package directory: the
+new contents, copies of the old ones, and the hashes of both. Renaming ``change.json``
+into place begins the change. A killed call leaves it there, and the next call that
+changes the tree compares every file with the hashes: if all are new the change is
+whole, else the old files are put back. A journal without ``change.json`` has changed
+nothing.
 
-It continues only where the release is the same and every file is as before the change
-or as after it. Otherwise somebody else changed the tree in between: no file is touched,
-and the change is given up.
+Where the release is another one now, or a file is neither old nor new, somebody else
+has changed the tree in between: no file is touched, and the change is given up.
+
+A tree may come from somebody else, its journal too: only a directory of this user, that
+nobody else can write, is read, and no path in it leads out of the tree.
 """
 
 import contextlib
@@ -18,112 +20,141 @@ import hashlib
 import json
 import os
 import shutil
+import stat
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from .below import (
+    folder_of,
+    move,
+    parts_of,
+    read_below,
+    remove,
+    remove_empty_folders,
+    remove_matching,
+    status_below,
+    store,
+    sync,
+)
 from .errors import LockedError, TargetError, UnfinishedError, WriteError
 from .lock import locked, require_unlocked, require_writable
-from .plan import Change
+from .plan import Plan
+from .record import updated_record, write_record
 from .target import JOURNAL, LOCK, Tree
 
-_FORMAT = 2
+_FORMAT = 3
+_CHANGE = f"{JOURNAL}/change.json"
+_OTHERS = 0o077
 
 
 @dataclass(frozen=True)
 class _File:
-    """One file of a change: the SHA-256 of its old and new content, None for no file.
-
-    ``dirs``: the directories around it, outermost first; they go when empty.
-    """
+    """One file of a change: SHA-256 of its old and new content, None for no file."""
 
     path: str
     old: str | None
     new: str | None
-    dirs: list[str]
 
 
 @dataclass(frozen=True)
 class _Interrupted:
     """Journal of a killed call.
 
-    ``goal`` is ``new`` or ``old``, or empty where nothing was changed yet; ``files`` by
-    number; ``todo`` the numbers of those that are not as the goal has them;
-    ``obstacle`` says why the goal cannot be reached any more.
+    ``files`` are empty where nothing was changed yet; of ``added`` the RECORD has a
+    line. ``is_whole``: all files are new. ``obstacle`` says why neither all old nor all
+    new files can be had any more.
     """
 
-    goal: str
     files: Sequence[_File] = ()
-    todo: Sequence[int] = ()
+    added: Sequence[str] = ()
+    is_whole: bool = False
     obstacle: str = ""
 
 
-def commit(tree: Tree, changes: Sequence[Change]) -> None:
-    """Carry out all the changes, or none. The lock must be held.
+def commit(tree: Tree, plan: Plan) -> str:
+    """Carry out a plan, or nothing of it. The lock must be held.
 
+    Returns a note where the change is whole, but its journal could not be removed.
     Raises TargetError (read-only), WriteError (say, disk full) or LockedError (somebody
     edited a file since the changes were planned), the tree as it was.
     """
-    if not changes:
-        return
-    for change in changes:
+    if not plan.changes and not _lacks_record(tree, plan):
+        return ""
+    for change in plan.changes:
         parents = (tree.root / parent for parent in Path(change.path).parents)
         require_writable(next(folder for folder in parents if folder.is_dir()))
-    journal = tree.root / JOURNAL
     try:
-        _prepare(tree, journal, changes)
-        begun = _interrupted(tree)
-        if begun and not begun.obstacle:
-            _carry_out(tree.root, begun)
+        files = _prepare(tree, plan)
+        _bring(tree, files, plan.added, to_new=True)
     except BaseException as error:
-        _undo(tree)
+        _end(tree, undo=True)
         if isinstance(error, OSError):
             raise WriteError(
-                f"{_place(error) or tree.root}: {error.strerror}; "
+                f"{error.filename2 or error.filename or tree.root}: {error.strerror}; "
                 "all changes were undone"
             ) from error
         raise
-    with _left_for_the_next_call(tree.root):
-        _discard(journal)
-    if begun and begun.obstacle:
-        raise LockedError(
-            f"{tree.root}: {begun.obstacle}, while this call was at work; "
-            "nothing was written, call again"
+    try:
+        _discard(tree)
+    except OSError as error:
+        return (
+            f"the change is whole; {JOURNAL} stays ({error.strerror}), and the next "
+            "call removes it"
         )
+    return ""
+
+
+def _lacks_record(tree: Tree, plan: Plan) -> bool:
+    there = [path for path in plan.added if status_below(tree.root, path)]
+    return updated_record(tree, plan.added, there) is not None
 
 
 def recover(tree: Tree) -> None:
-    """Finish or undo the change of a killed call. The lock must be held.
+    """End the change of a killed call. The lock must be held.
 
     Raises UnfinishedError, once, if somebody has changed the tree since: the change is
     given up then, and no file is touched.
     """
-    left = _interrupted(tree)
-    if left is None:
-        return
-    with _left_for_the_next_call(tree.root):
-        if not left.obstacle:
-            _carry_out(tree.root, left)
-        _discard(tree.root / JOURNAL)
-    if left.obstacle:
+    left = _end(tree)
+    if left and left.obstacle:
         raise UnfinishedError(
             f"{tree.root}: an earlier call was killed while it changed "
             f"{_names(left)}, and {left.obstacle}. That change was given up now and "
             "every file left as it is. Look at --status, then call again: --apply and "
-            "--revert start from what is there"
+            "--revert start from the files as they are"
         )
+
+
+def _end(tree: Tree, undo: bool = False) -> _Interrupted | None:
+    """End a change and remove its journal; with `undo` put the old files back."""
+    left = _interrupted(tree)
+    if left is None:
+        return None
+    try:
+        if left.files and not left.obstacle:
+            to_new = left.is_whole and not undo
+            _bring(tree, left.files, left.added, to_new)
+        _discard(tree)
+    except OSError as error:
+        raise WriteError(
+            f"{error.filename2 or error.filename or tree.root}: {error.strerror}; an "
+            "interrupted change is still to be ended, the next call will try again"
+        ) from error
+    return left
 
 
 def settle(tree: Tree) -> None:
     """Take the lock and ``recover``, if a killed call left traces."""
-    if any((tree.root / name).exists() for name in (JOURNAL, LOCK)):
+    if any(os.path.lexists(tree.root / name) for name in (JOURNAL, LOCK)):
         with locked(tree):
             recover(tree)
 
 
 def pending(tree: Tree) -> str:
-    """Describe the change of a killed call and how it will end; empty if there is none.
+    """Describe the change of a killed call and how it will end; empty without one.
 
     Only reads. Raises LockedError if a call is changing the tree right now.
     """
@@ -131,25 +162,16 @@ def pending(tree: Tree) -> str:
     require_unlocked(tree)
     if left is None or not (tree.root / JOURNAL).exists():
         return ""
-    what = f"an earlier call was killed while it changed {_names(left)}"
+    ending = f"an earlier call was killed while it changed {_names(left)}"
     if left.obstacle:
         return (
-            f"{what}, and {left.obstacle}; the next --apply or --revert gives that "
-            "change up, leaves every file as it is, and says so"
+            f"{ending}, and {left.obstacle}; the next --apply or --revert gives that "
+            "change up, leaves every file as it is, and reports it"
         )
-    if not left.goal:
-        return (
-            "an earlier call was killed before it changed anything; "
-            "the next --apply or --revert clears that away"
-        )
-    verb = "finishes" if left.goal == "new" else "undoes"
-    return f"{what}; the next --apply or --revert first {verb} that change"
-
-
-def _place(error: OSError) -> str | None:
-    """Return the file that an error is about; of a rename, the one that it replaces."""
-    place: str | None = error.filename2 or error.filename
-    return place
+    if not left.files or left.is_whole:
+        when = "after it had changed everything" if left.files else "before any change"
+        return f"an earlier call was killed {when}; the next --apply or --revert tidies"
+    return f"{ending}; the next --apply or --revert first undoes that change"
 
 
 def _names(left: _Interrupted) -> str:
@@ -157,43 +179,54 @@ def _names(left: _Interrupted) -> str:
 
 
 def _interrupted(tree: Tree) -> _Interrupted | None:
-    journal = tree.root / JOURNAL
-    if not journal.exists():
+    """Read the journal. Raises TargetError for one that this user did not write."""
+    status = status_below(tree.root, f"{JOURNAL}")
+    if status is None:
         return None
-    for goal, name in (("old", "undo.json"), ("new", "redo.json")):
-        try:
-            return _read(tree, goal, (journal / name).read_bytes())
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise TargetError(f"{journal / name}: {error.strerror}") from None
-    return _Interrupted("")
-
-
-def _read(tree: Tree, goal: str, decision: bytes) -> _Interrupted:
-    """Read the decision and compare it with the tree as it is now."""
+    is_own = status.st_uid == os.geteuid() and not status.st_mode & _OTHERS
+    if not (is_own and stat.S_ISDIR(status.st_mode)):
+        raise TargetError(
+            f"{tree.root / JOURNAL} was not written by this user's call (owner "
+            f"{status.st_uid}, mode {status.st_mode & 0o7777:o}); nothing was changed. "
+            "Call as its owner, or remove it if the tree is whole"
+        )
     try:
-        content = json.loads(decision)
-        if content.get("format") != _FORMAT:
-            why = "its journal, of another version, does not say what the files held"
-            return _Interrupted(goal, obstacle=why)
+        text = read_below(tree.root, _CHANGE)
+    except OSError as error:
+        raise TargetError(f"{tree.root / _CHANGE}: {error.strerror}") from None
+    return _Interrupted() if text is None else _read(tree, text)
+
+
+def _read(tree: Tree, text: bytes) -> _Interrupted:
+    """Read the change and compare it with the tree as it is now."""
+    try:
+        content = json.loads(text)
+        if content["format"] != _FORMAT:
+            return _Interrupted(obstacle="its journal is of another version of kvtax")
         files = [_File(**file) for file in content["files"]]
-        version = content["version"]
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return _Interrupted(goal, obstacle="its journal cannot be read")
+        added, version = [*map(str, content["added"])], content["version"]
+        for path in (*added, *(file.path for file in files)):
+            parts_of(path)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return _Interrupted(obstacle="its journal cannot be read")
     if version != tree.version:
         why = f"the release is {tree.version} now, no longer {version}"
-        return _Interrupted(goal, files, obstacle=why)
-    todo, changed = [], []
-    for number, file in enumerate(files):
-        now = _hash_now(tree, file.path)
-        if now == getattr(file, goal):
-            continue
-        todo.append(number)
-        if now not in (file.old, file.new) or not _stored(tree, goal, number, file):
-            changed.append(file.path)
+        return _Interrupted(files, obstacle=why)
+    now = [_hash_now(tree, file.path) for file in files]
+    changed = [
+        file.path
+        for number, file in enumerate(files)
+        if now[number] not in (file.old, file.new)
+        or (now[number] != file.old and not _is_stored(tree, number, file))
+    ]
+    is_whole = all(is_now == file.new for is_now, file in zip(now, files, strict=True))
     why = f"somebody has changed {', '.join(changed)} since" if changed else ""
-    return _Interrupted(goal, files, todo, why)
+    return _Interrupted(files, added, is_whole, "" if is_whole else why)
+
+
+def _is_stored(tree: Tree, number: int, file: _File) -> bool:
+    """Return whether the journal still has the old content of a file."""
+    return file.old in (None, _hash_now(tree, f"{JOURNAL}/old-{number}"))
 
 
 def _hash(content: bytes | None) -> str | None:
@@ -202,132 +235,97 @@ def _hash(content: bytes | None) -> str | None:
 
 def _hash_now(tree: Tree, path: str) -> str | None:
     try:
-        return _hash(tree.read(path))
-    except TargetError:  # a link or a folder: nothing that a patch leaves
+        return _hash(read_below(tree.root, path))
+    except (OSError, TargetError):  # a link or a folder: nothing that a patch leaves
         return "unknown"
 
 
-def _stored(tree: Tree, goal: str, number: int, file: _File) -> bool:
-    """Return whether the journal still has the content that ``file`` is to get.
-
-    A content that is in place is gone from the journal. If the file has its other
-    content nevertheless, somebody put that back.
-    """
-    wanted = getattr(file, goal)
-    return wanted in (None, _hash_now(tree, f"{JOURNAL}/{goal}-{number}"))
-
-
-def _undo(tree: Tree) -> None:
-    journal = tree.root / JOURNAL
-    with _left_for_the_next_call(tree.root), contextlib.suppress(FileNotFoundError):
-        os.replace(journal / "redo.json", journal / "undo.json")
-    recover(tree)
+def _require_old(tree: Tree, files: Sequence[_File]) -> None:
+    for file in files:
+        if _hash_now(tree, file.path) != file.old:
+            raise LockedError(
+                f"{tree.root}: somebody has changed {file.path} while this call was at "
+                "work; nothing was written, call again"
+            )
 
 
-@contextlib.contextmanager
-def _left_for_the_next_call(root: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise WriteError(
-            f"{_place(error) or root}: {error.strerror}; an interrupted change is "
-            "still to be finished, the next call will try again"
-        ) from error
+def _discard(tree: Tree) -> None:
+    """Remove the journal, its change first: the rest means nothing without it."""
+    remove(tree.root, _CHANGE)
+    with contextlib.suppress(FileNotFoundError), folder_of(tree.root, JOURNAL) as place:
+        shutil.rmtree(JOURNAL, dir_fd=place[0])
 
 
-def _discard(journal: Path) -> None:
-    """Remove the journal, the decision first: the rest means nothing without it."""
-    for name in ("redo.json", "undo.json"):
-        (journal / name).unlink(missing_ok=True)
-    if journal.exists():
-        shutil.rmtree(journal)
-
-
-def _prepare(tree: Tree, journal: Path, changes: Sequence[Change]) -> None:
-    journal.mkdir()
+def _prepare(tree: Tree, plan: Plan) -> list[_File]:
+    root = tree.root
+    with folder_of(root, JOURNAL) as (handle, name):
+        os.mkdir(name, 0o700, dir_fd=handle)
     # Python runs some bytecode without a look at the source (PEP 552, unchecked). What
     # cannot be removed is an error now, while there is nothing to undo.
-    for change in changes:
-        _remove_bytecode(tree.root / change.path)
+    for change in plan.changes:
+        _remove_bytecode(root, change.path)
     files = []
-    for number, change in enumerate(changes):
-        target = tree.root / change.path
+    for number, change in enumerate(plan.changes):
+        like = status_below(root, change.path) if change.old is not None else None
         if change.old is not None:
-            _store(journal / f"old-{number}", change.old, like=target)
+            store(root, f"{JOURNAL}/old-{number}", change.old, like)
         if change.new is not None:
-            _store(journal / f"new-{number}", change.new, like=target)
-            if change.old is not None:
-                _set_later_time(journal / f"new-{number}", target)
-        hashes = _hash(change.old), _hash(change.new)
-        dirs = [str(parent) for parent in Path(change.path).parents][-2::-1]
-        files.append(asdict(_File(change.path, *hashes, dirs)))
-    decision = {"format": _FORMAT, "version": tree.version, "files": files}
-    _store(journal / "draft.json", json.dumps(decision).encode())
-    _sync(journal)
-    os.replace(journal / "draft.json", journal / "redo.json")
-    _sync(journal)
+            store(root, f"{JOURNAL}/new-{number}", change.new, like)
+        if change.new is not None and like is not None:
+            _set_later_time(root / JOURNAL / f"new-{number}", like.st_mtime)
+        files.append(_File(change.path, _hash(change.old), _hash(change.new)))
+    content = {
+        "format": _FORMAT,
+        "version": tree.version,
+        "added": plan.added,
+        "files": [asdict(file) for file in files],
+    }
+    store(root, f"{JOURNAL}/draft.json", json.dumps(content).encode(), like=None)
+    sync(root, _CHANGE)
+    _require_old(tree, files)
+    move(root, f"{JOURNAL}/draft.json", root, _CHANGE)
+    sync(root, _CHANGE)
+    return files
 
 
-def _store(path: Path, content: bytes, like: Path | None = None) -> None:
-    """Write and fsync a file, with owner, mode and time of ``like`` if that exists."""
-    with open(path, "xb") as file:
-        file.write(content)
-        file.flush()
-        if like is not None and like.exists():
-            stat = like.stat()
-            with contextlib.suppress(PermissionError):
-                os.fchown(file.fileno(), stat.st_uid, stat.st_gid)
-            os.fchmod(file.fileno(), stat.st_mode & 0o7777)
-            os.utime(file.fileno(), ns=(stat.st_atime_ns, stat.st_mtime_ns))
-        os.fsync(file.fileno())
-
-
-def _set_later_time(path: Path, target: Path) -> None:
+def _set_later_time(path: Path, time_s: float) -> None:
     """Advance the time: Python trusts a .pyc by the source's size and whole second."""
-    second = int(target.stat().st_mtime) + 1
-    later_ns = max(time.time_ns(), second * 1_000_000_000)
-    os.utime(path, ns=(later_ns, later_ns))
+    later_ns = max(time.time_ns(), (int(time_s) + 1) * 1_000_000_000)
+    os.utime(path, ns=(later_ns, later_ns), follow_symlinks=False)
 
 
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _carry_out(root: Path, change: _Interrupted) -> None:
-    """Bring every file to the goal; a repeated step does no harm."""
-    for number in change.todo:
-        file = change.files[number]
-        target = root / file.path
-        if getattr(file, change.goal) is None:
-            target.unlink(missing_ok=True)
+def _bring(
+    tree: Tree, files: Sequence[_File], added: Sequence[str], to_new: bool
+) -> None:
+    """Bring every file to its new or old content; a repeated step does no harm."""
+    goal = "new" if to_new else "old"
+    root = tree.root
+    for number, file in enumerate(files):
+        wanted = file.new if to_new else file.old
+        if _hash_now(tree, file.path) == wanted:
             continue
-        if not target.parent.is_dir():
-            target.parent.mkdir(parents=True)
-        os.replace(root / JOURNAL / f"{change.goal}-{number}", target)
-    # Since then, a Python may have compiled what it imported.
-    for file in change.files:
-        with contextlib.suppress(OSError):
-            _remove_bytecode(root / file.path)
-    gone = [file for file in change.files if getattr(file, change.goal) is None]
-    for folder in sorted({f for file in gone for f in file.dirs}, key=len)[::-1]:
-        _remove_empty(root / folder)
-    for parent in {(root / file.path).parent for file in change.files}:
-        if parent.is_dir():
-            _sync(parent)
+        if wanted is None:
+            remove(root, file.path)
+        else:
+            move(root, f"{JOURNAL}/{goal}-{number}", root, file.path)
+    for file in files:
+        # Since then, a Python may have compiled what it imported.
+        with contextlib.suppress(OSError, TargetError):
+            _remove_bytecode(root, file.path)
+        if (file.new if to_new else file.old) is None:
+            remove_empty_folders(root, file.path)
+        sync(root, file.path)
+    write_record(tree, added)
 
 
-def _remove_bytecode(source: Path) -> None:
-    cache = source.parent / "__pycache__"
-    for path in list(cache.glob(f"{source.stem}.*.pyc")):
-        path.unlink(missing_ok=True)
-    _remove_empty(cache)
+def _remove_bytecode(root: Path, path: str) -> None:
+    """Remove the bytecode of a source, also where this Python keeps it elsewhere."""
+    source = Path(path)
+    for place, folder in _bytecode_folders(root, source):
+        remove_matching(place, folder, f"{source.stem}.", ".pyc")
 
 
-def _remove_empty(folder: Path) -> None:
-    is_own = folder.is_dir() and not folder.is_symlink()
-    if is_own and not any(folder.iterdir()):
-        folder.rmdir()
+def _bytecode_folders(root: Path, source: Path) -> Iterator[tuple[Path, str]]:
+    yield root, str(source.parent / "__pycache__")
+    if (prefix := sys.pycache_prefix) and Path(prefix).is_dir():
+        yield Path(prefix), str(Path(*root.parts[1:]) / source.parent)

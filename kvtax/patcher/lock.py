@@ -5,6 +5,7 @@ import contextlib
 import fcntl
 import os
 import signal
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,7 +29,9 @@ def locked(tree: Tree) -> Iterator[None]:
         try:
             yield
         finally:
-            (tree.root / LOCK).unlink(missing_ok=True)
+            # A disk that has become read-only keeps it; the next call takes it over.
+            with contextlib.suppress(OSError):
+                (tree.root / LOCK).unlink()
             os.close(lock)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -60,10 +63,11 @@ def require_writable(folder: Path) -> None:
 def _acquire(path: Path) -> int:
     while True:
         try:
-            lock = os.open(path, os.O_RDWR | os.O_CREAT | _HOW, 0o644)
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | _HOW, 0o600)
         except OSError as error:
             raise WriteError(f"{path}: {error.strerror}; nothing was changed") from None
         try:
+            _require_own(path, lock)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The last holder may have removed the file between open and flock.
             if os.stat(path).st_ino == os.fstat(lock).st_ino:
@@ -81,6 +85,18 @@ def _acquire(path: Path) -> int:
             os.close(lock)
             raise WriteError(f"{path}: {error.strerror}; nothing was changed") from None
         os.close(lock)
+
+
+def _require_own(path: Path, lock: int) -> None:
+    """Raise TargetError for a file that is also somewhere else, or somebody else's."""
+    status = os.fstat(lock)
+    is_file = stat.S_ISREG(status.st_mode) and status.st_nlink <= 1
+    if not is_file or status.st_uid != os.geteuid():
+        os.close(lock)
+        raise TargetError(
+            f"{path} was not made by this user's call (owner {status.st_uid}, "
+            f"{status.st_nlink} links); nothing was changed, remove it"
+        )
 
 
 def _held(root: Path, lock: int) -> LockedError:

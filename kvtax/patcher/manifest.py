@@ -23,7 +23,7 @@ from .patch import BlockSpec, Only, Patch, Place, Relation, fill, release_number
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _PATH = re.compile(r"[A-Za-z0-9_./-]+\.py")
 _REQUIRED_KEYS = {"name", "package", "summary"}
-_RELATIONS = ("alters", "uses", "conflicts")
+_RELATIONS = ("uses", "conflicts")
 _OPTIONAL_KEYS = {"since", "before_version", "replaces"}
 _TABLES = {"parameters", "file", "block", "only"}
 _MANIFEST_KEYS = {*_REQUIRED_KEYS, *_RELATIONS, *_OPTIONAL_KEYS, *_TABLES}

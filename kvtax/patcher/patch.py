@@ -46,9 +46,8 @@ class BlockSpec:
 class Relation(NamedTuple):
     """A manifest's statement about another patch.
 
-    ``kind``: ``alters`` (with this patch applied, ``other`` does something else or
-    more), ``uses`` (this patch can do more where ``other`` is applied), ``conflicts``
-    (the two are refused in one tree). ``why`` is the reason, for a reader.
+    ``kind``: ``uses`` (this patch can do more where ``other`` is applied) or
+    ``conflicts`` (the two are refused in one tree). ``why`` is the reason.
     """
 
     kind: str

@@ -9,7 +9,6 @@ import difflib
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 from .anchors import BOM, Source
@@ -17,6 +16,7 @@ from .blocks import (
     MARK,
     Added,
     Block,
+    Ours,
     Parsed,
     check_overlaps,
     code_lines,
@@ -71,25 +71,22 @@ class Plan:
     """All files the patches touch; ``changes`` are those that differ from now.
 
     ``removed`` names the patches that are in the tree and will not be, ``left`` those
-    that will. ``unfit`` has by patch the optional blocks that are left out. ``record``
-    is the package's RECORD, with the added files, if that changes.
+    that will. ``unfit`` has by patch the optional blocks that are left out. ``added``
+    are the paths that the patches add, or added. ``note`` tells what the call that
+    carried it out left behind.
     """
 
     files: tuple[Change, ...]
     removed: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
     unfit: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    record: tuple[Change, ...] = ()
+    added: tuple[str, ...] = ()
+    note: str = ""
 
     @property
     def changes(self) -> tuple[Change, ...]:
-        """Files of the package that change."""
+        """Files that change."""
         return tuple(file for file in self.files if file.old != file.new)
-
-    @property
-    def writes(self) -> tuple[Change, ...]:
-        """All that changes."""
-        return self.changes + self.record
 
     def diff(self) -> str:
         """Return the diff from the tree without the patches to the tree with them."""
@@ -97,28 +94,37 @@ class Plan:
 
 
 class Survey(NamedTuple):
-    """Files of a tree that hold blocks, and the names of the patches that are ours."""
+    """Files of a tree that hold blocks, and the patches that are ours, with ids."""
 
     files: Files
-    ours: set[str]
+    ours: dict[str, Collection[str] | None]
 
 
 def survey(
-    tree: Tree, names: Iterable[str], damaged: list[str] | None = None
+    tree: Tree,
+    names: Iterable[str],
+    known: Mapping[str, Patch],
+    damaged: list[str] | None = None,
 ) -> Survey:
     """Parse every file of the tree that holds blocks.
 
     Ours are the patches of these names, and those that have an intact block in the
-    tree. Raises DamagedError for half a block of theirs, or lists it in `damaged`.
+    tree. Of a `known` patch only the blocks that its manifest has are ours in whatever
+    state. Raises DamagedError for half a block of ours, or lists it in `damaged`.
     """
     texts = tree.scan(MARK)
-    ours = set(names)
-    ours |= patches_in(_read_all(texts, ours, []), intact=True)
+    ours = {name: _ids(known.get(name)) for name in names}
+    intact = patches_in(_read_all(texts, ours, []), intact=True)
+    ours |= {name: _ids(known.get(name)) for name in intact}
     return Survey(_read_all(texts, ours, damaged), ours)
 
 
+def _ids(patch: Patch | None) -> Collection[str] | None:
+    return {*(spec.id for spec in patch.blocks), *patch.files} if patch else None
+
+
 def _read_all(
-    texts: Mapping[str, bytes], ours: Collection[str], damaged: list[str] | None
+    texts: Mapping[str, bytes], ours: Ours, damaged: list[str] | None
 ) -> Files:
     found = {}
     for path, text in texts.items():
@@ -143,7 +149,8 @@ def plan_apply(
     """Plan to apply ``patches``. Raises BlockPatchError on any misfit."""
     patches = list(patches)
     names = {patch.name for patch in patches}
-    found = found or survey(tree, names)
+    known = {patch.name: patch for patch in patches}
+    found = found or survey(tree, names, known)
     names |= {old for patch in patches for old in patch.replaces}
     there = patches_in(found.files)
     _refuse_conflicts(patches, there - names)
@@ -162,11 +169,9 @@ def plan_apply(
             blocks.setdefault(spec.file, []).append((patch, spec, code))
         for path, content in patch.files.items():
             added.setdefault(path, {})[patch.name] = content
-    known = {patch.name: patch for patch in patches}
     files = _plan(tree, names, blocks, added, found, known)
-    record = _plan_record(tree, files, found.files)
     removed = tuple(sorted(there & names - known.keys()))
-    return Plan(files, removed, unfit=unfit, record=record)
+    return Plan(files, removed, unfit=unfit, added=_added_in(files, found.files))
 
 
 def plan_revert(
@@ -181,44 +186,24 @@ def plan_revert(
     plans to take them out and to keep copies of the files.
     """
     known, wanted = known or {}, set(names)
-    found = survey(tree, wanted | known.keys())
+    found = survey(tree, wanted | known.keys(), known)
     there = patches_in(found.files)
     wanted |= {old for name in wanted & known.keys() for old in known[name].replaces}
     out = wanted & there
     files = _plan(tree, out, {}, {}, found, known, discard_edits)
-    record = _plan_record(tree, files, found.files)
+    ours = _added_in(files, found.files)
     if discard_edits:
         files += tuple(_copies(tree, files, found.files, out))
     left = tuple(sorted(there - out))
-    return Plan(files, tuple(sorted(out)), left, record=record)
+    return Plan(files, tuple(sorted(out)), left, added=ours)
 
 
-def _plan_record(
-    tree: Tree, files: Sequence[Change], found: Files
-) -> tuple[Change, ...]:
-    """Plan a line in the package's RECORD for each added file, so that an uninstall
-    removes it. Installers give each source file a hash; lines of ours have none."""
-    added = [
-        file
+def _added_in(files: Sequence[Change], here: Files) -> tuple[str, ...]:
+    return tuple(
+        file.path
         for file in files
-        if file.bare is None or isinstance(found.get(file.path), Added)
-    ]
-    path = tree.record if added else None
-    text = tree.read(path) if path else None
-    if path is None or text is None:
-        return ()
-    lines = text.splitlines(keepends=True)
-    ends = b".py,," + line_ending(lines)
-    package = f"{tree.package}/".encode()
-    first = [
-        *takewhile(lambda line: line.startswith(package) and line.endswith(ends), lines)
-    ]
-    ours = set(first)
-    for file in added:
-        line = package + file.path.removesuffix(".py").encode() + ends
-        (ours.discard if file.new is None else ours.add)(line)
-    new = b"".join([*sorted(ours), *lines[len(first) :]])
-    return (Change(path, text, new, new),) if new != text else ()
+        if file.bare is None or isinstance(here.get(file.path), Added)
+    )
 
 
 def _copies(
@@ -307,7 +292,7 @@ def _plan_blocks(
     path: str,
     names: set[str],
     wanted: Sequence[Wanted],
-    ours: Collection[str],
+    ours: Ours,
 ) -> Change:
     text = tree.read(path)
     if text is None:

@@ -14,9 +14,10 @@ from .errors import DamagedError, TargetError
 JOURNAL = ".blockpatch-journal"
 LOCK = ".blockpatch.lock"
 _VERSION_PY = re.compile(
-    r"""^(?:__version__|version)\b[^=\n]*=(?:\s*\w+\s*=)*\s*['"]([^'"]+)['"]""", re.M
+    r"""^(?:__version__|version)\b[^=\n]*=(?:\s*\w+\s*=)*\s*['"]([\w.+!-]+)['"]""",
+    re.M | re.A,
 )
-_METADATA = re.compile(r"^Version:\s*(\S+)", re.M)
+_METADATA = re.compile(r"^Version:[ \t]*([\w.+!-]+)\s*$", re.M | re.A)
 
 
 class Tree:
@@ -55,22 +56,6 @@ class Tree:
                 match = pattern.search(path.read_text(errors="replace"))
                 if match:
                     return match[1]
-        return None
-
-    @cached_property
-    def record(self) -> str | None:
-        """Path of the RECORD by which installers remove the package, if there is one.
-
-        None also where it cannot be replaced as the package's own files can.
-        """
-        line = f"{self.package}/__init__.py,".encode()
-        paths = sorted(self.root.parent.glob("*.dist-info/RECORD"))
-        paths.sort(key=lambda path: not path.parent.name.startswith(self.package))
-        for path in paths:
-            if any(own.startswith(line) for own in path.read_bytes().splitlines()):
-                one_disk = path.parent.stat().st_dev == self.root.stat().st_dev
-                is_ours = one_disk and os.access(path.parent, os.W_OK)
-                return f"../{path.parent.name}/RECORD" if is_ours else None
         return None
 
     def read(self, path: str) -> bytes | None:

@@ -75,6 +75,9 @@ def test_text_without_sentinels_is_all_pristine(text):
     assert blocks == ()
 
 
+OURS = {"ours": None}
+
+
 def one_block(where="before") -> tuple[tuple[bytes, ...], Block]:
     lines = (b"def f():\n", b"    a = 1\n", b"    b = 2\n")
     until = 2 if where == "replace" else 1
@@ -118,18 +121,64 @@ def test_half_or_malformed_sentinels_are_refused_with_their_line():
     damaged = {
         "no end": text.replace(end, b""),
         "no begin": text.replace(begin, b""),
-        "nested": text.replace(begin, begin + begin),
         "other end": text.replace(end, end.replace(b"v1:x", b"v1:y")),
         "end indent": text.replace(end, end.lstrip()),
         "no check": text.replace(begin, b"    # BLOCK_BEGIN v1:x\n"),
         "half an end": text.replace(end, end[:-4] + b"\n"),
-        "twice": text + text,
         "a whole file's": text.replace(b"v1:x", b"v1:x.py"),
     }
     for what, broken in damaged.items():
         with pytest.raises(DamagedError, match=r"^f\.py:"):
             parse(broken, "f.py")
             pytest.fail(what)
+
+
+def test_a_block_that_a_merge_doubled_is_read_once():
+    lines, block = one_block()
+    text = render(lines, [block])
+    whole = b"".join(block.text)
+    assert parse(text.replace(whole, whole + whole)) == (lines, (block,))
+    apart = parse(text.replace(whole, whole + b"between = 1\n" + whole))
+    assert apart.blocks == (block,)
+    edited = whole.replace(b"c = 3", b"c = 4")
+    with pytest.raises(DamagedError, match="stands here twice"):
+        parse(text.replace(whole, whole + edited))
+
+
+def test_a_replacement_that_a_merge_doubled_gives_its_lines_back_once():
+    lines, block = one_block("replace")
+    whole = b"".join(block.text)
+    text = render(lines, [block]).replace(whole, whole + whole)
+    assert parse(text) == (lines, (block,))
+
+
+def test_half_a_sentinel_beside_the_whole_block_is_text_of_others():
+    lines, block = one_block()
+    text = render(lines, [block])
+    begin, end = begin_end(text)
+    for doubled in (text.replace(begin, begin + begin), text + end):
+        assert [found.text for found in parse(doubled).blocks] == [block.text]
+
+
+@pytest.mark.parametrize("prefix", [b"", b"f", b"rb"])
+@pytest.mark.parametrize("quote", [b"'" * 3, b'"' * 3])
+def test_a_block_inside_of_a_string_is_text(prefix, quote):
+    lines, block = one_block()
+    text = render(lines, [block])
+    note = b"\nNOTE = %b%b\n%b%b\n" % (prefix, quote, b"".join(block.text), quote)
+    found = parse(text + note)
+    assert found.blocks == (block,)
+    assert b"".join(found.lines).endswith(note)
+    assert render(*found) == text + note
+
+
+def test_a_block_of_a_known_patch_that_its_manifest_lacks_is_text_of_others():
+    text = b"# BLOCK_BEGIN v1:mine 01234567\nx = 1\n# BLOCK_END v1:mine 01234567\n"
+    begin, _, end = text.splitlines(keepends=True)
+    for foreign in (text, begin, end):
+        assert parse(foreign, ours={"v1": {"x"}}).blocks == ()
+        assert render(*parse(foreign, ours={"v1": {"x"}})) == foreign
+    assert parse(text, ours={"v1": None}).blocks[0].edited
 
 
 # All of FOREIGN together are many examples.
@@ -146,7 +195,7 @@ def test_whatever_is_no_block_of_ours_is_text_of_others(foreign, case, data):
     places = data.draw(st.lists(st.sampled_from(outside), min_size=2, max_size=2))
     for place, line in zip(sorted(places)[::-1], foreign[::-1], strict=True):
         text.insert(place, line.encode() + b"\n")
-    found = parse(b"".join(text), ours=())
+    found = parse(b"".join(text), ours={})
     assert [b.text for b in found.blocks] == [b.text for b in blocks]
     assert render(*found) == b"".join(text)
     left = [line for line in found.lines if line.rstrip().decode("latin1") in foreign]
@@ -161,17 +210,17 @@ def test_a_foreign_block_anywhere_in_a_block_of_ours_goes_below_or_above(foreign
     block = make_block(("ours", "x"), lines, (1, 2), b"    ", code)
     own = render(lines, [block]).splitlines(keepends=True)
     theirs = [f"    {line}\n".encode() for line in (foreign[0], "v = 1", foreign[1])]
-    found = parse(b"".join([*own[: 2 + at], *theirs, *own[2 + at :]]), ours={"ours"})
+    found = parse(b"".join([*own[: 2 + at], *theirs, *own[2 + at :]]), ours=OURS)
     assert [b.text for b in found.blocks] == [block.text]
     assert not found.blocks[0].edited
     around = [*theirs, lines[1]] if at == 0 else [lines[1], *theirs]
     assert found.lines == (lines[0], *around)
     # Deeper in our code it gets our indent; if it uses what ours binds, it cannot.
     deeper = [b"    " + line for line in theirs]
-    found = parse(b"".join([*own[: 2 + at], *deeper, *own[2 + at :]]), ours={"ours"})
+    found = parse(b"".join([*own[: 2 + at], *deeper, *own[2 + at :]]), ours=OURS)
     assert (found.lines, found.blocks[0].edited) == ((lines[0], *around), False)
     deeper[1] = deeper[1].replace(b"v = 1", b"v = c")
-    found = parse(b"".join([*own[: 2 + at], *deeper, *own[2 + at :]]), ours={"ours"})
+    found = parse(b"".join([*own[: 2 + at], *deeper, *own[2 + at :]]), ours=OURS)
     assert found.blocks[0].edited
 
 

@@ -125,10 +125,19 @@ def test_a_set_is_taken_where_a_patch_is_and_revert_names_what_is_left(run, tree
     assert applied == {"alpha", "beta", "delta", "gamma"}
     shown = states(run("--status", "--patch", "rest")[1])
     assert [name for name in shown if "set " not in name] == ["beta", "delta"]
-    out = run("--revert")[1]
+    code, out, _ = run("--revert")
+    assert code == 1
     assert "  reverted: alpha, gamma\n" in out
-    assert "  still in the tree: beta, delta (--revert --patch NAME)\n" in out
+    assert "  still in the tree: beta, delta (--revert --patch all takes" in out
     assert "still" not in run("--revert", "--patch", "all")[1]
+    assert snapshot(tree.root) == before
+
+
+def test_all_takes_out_patches_that_no_set_names(run, tree):
+    before = snapshot(tree.root)
+    for name in ("alpha", "epsilon"):
+        run("--apply", "--patch", name)
+    assert run("--revert", "--patch", "all")[0] == 0
     assert snapshot(tree.root) == before
 
 
@@ -204,8 +213,8 @@ def test_a_foreign_sentinel_is_nothing_to_say_and_half_a_block_is(run, tree):
     for action in ("--check", "--apply", "--status", "--revert"):
         assert (run(action)[0], run(action)[2]) == (0, "")
     assert snapshot(tree.root) == before
-    (tree.root / "other.py").write_text("# BLOCK_BEGIN alpha:b9 01234567\n")
-    said = "other.py:1: '# BLOCK_BEGIN alpha:b9 01234567' has no BLOCK_END of its own"
+    (tree.root / "other.py").write_text("# BLOCK_BEGIN alpha:b0 01234567\n")
+    said = "other.py:1: '# BLOCK_BEGIN alpha:b0 01234567' has no BLOCK_END of its own"
     for action in ("--check", "--apply", "--status", "--revert"):
         code, out, err = run(action)
         assert code == 2 and said in out + err
@@ -322,7 +331,7 @@ def test_the_script_needs_the_standard_library_only(house, tree):
     assert script(house, "--revert", "--target", str(tree.root)).returncode == 0
     assert snapshot(tree.root) == before
     text = script(house, "--help").stdout
-    assert "0 done, or nothing to do; 2 refused" in " ".join(text.split())
+    assert "0 done, or nothing to do; 1 --revert" in " ".join(text.split())
 
 
 def test_an_old_python_gets_one_sentence_and_no_traceback(house):

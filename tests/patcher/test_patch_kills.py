@@ -4,6 +4,8 @@
 import contextlib
 import errno
 import fcntl
+import hashlib
+import json
 import os
 import re
 import shutil
@@ -16,8 +18,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtax.patcher import (
+    BlockPatchError,
     DamagedError,
     LockedError,
+    TargetError,
     Tree,
     UnfinishedError,
     WriteError,
@@ -74,7 +78,7 @@ def test_a_kill_at_any_step_ends_in_exactly_the_old_or_the_new_state(two_calls, 
         assert state in (before, after), f"killed at step {number}"
         seen.append(state == after)
     assert number > 20
-    # Once decided, always finished: no way back to the old state later on.
+    # Once whole, never taken back.
     assert seen == sorted(seen) and set(seen) == {False, True}
 
 
@@ -186,15 +190,15 @@ def test_a_lock_file_removed_between_open_and_lock_does_not_let_two_in(
 
 
 def killed_after_its_decision(two_calls, verb: str = "apply") -> Tree:
-    """The tree, with ``verb`` killed between redo.json and the first replace."""
+    """The tree, with ``verb`` killed between change.json and the first replace."""
     tree, work, before, _ = start(two_calls, verb)
 
     def decided() -> None:
         replace = os.replace
 
-        def replace_and_die(source, target):
-            replace(source, target)
-            assert Path(target).name == "redo.json"
+        def replace_and_die(source, target, **folders):
+            replace(source, target, **folders)
+            assert target == "change.json"
             os.kill(os.getpid(), signal.SIGKILL)
 
         os.replace = replace_and_die
@@ -250,7 +254,7 @@ def test_what_would_only_read_refuses_before_an_interrupted_change_is_dealt_with
     tree, gamma = killed_after_its_decision(two_calls), two_calls[1]["gamma"]
     shot = snapshot(tree.root)
     for read in (check, diff):
-        with pytest.raises(UnfinishedError, match="next --apply or --revert first fin"):
+        with pytest.raises(UnfinishedError, match="next --apply or --revert first und"):
             read(tree, [gamma])
     assert snapshot(tree.root) == shot
     settle(tree)
@@ -267,22 +271,18 @@ BAD_JOURNALS = {
     "zeros": (lambda whole: bytes(len(whole)), "cannot be read"),
     "a list": (lambda whole: b"[]", "cannot be read"),
     "a field less": (lambda whole: whole.replace(b'"new"', b'"now"'), "cannot be read"),
-    "without hashes": (
-        lambda whole: _WITHOUT_HASHES,
-        "does not say what the files held",
-    ),
-    "newer": (lambda whole: whole.replace(b'format": 2', b'format": 3'), "another ver"),
+    "without hashes": (lambda whole: _WITHOUT_HASHES, "cannot be read"),
+    "deep": (lambda whole: b"[" * 100_000, "cannot be read"),
+    "newer": (lambda whole: whole.replace(b'format": 3', b'format": 4'), "another ver"),
 }
 
 
-@pytest.mark.parametrize("name", ["redo.json", "undo.json"])
 @pytest.mark.parametrize("make, said", BAD_JOURNALS.values(), ids=BAD_JOURNALS)
-def test_a_journal_that_does_not_say_enough_is_given_up(two_calls, name, make, said):
+def test_a_journal_that_does_not_say_enough_is_given_up(two_calls, make, said):
     tree = killed_after_its_decision(two_calls)
     before = without_ours(snapshot(tree.root))
-    whole = (tree.root / JOURNAL / "redo.json").read_bytes()
-    (tree.root / JOURNAL / "redo.json").unlink()
-    (tree.root / JOURNAL / name).write_bytes(make(whole))
+    change = tree.root / JOURNAL / "change.json"
+    change.write_bytes(make(change.read_bytes()))
     assert said in pending(tree)
     with pytest.raises(UnfinishedError, match=said):
         settle(tree)
@@ -291,8 +291,12 @@ def test_a_journal_that_does_not_say_enough_is_given_up(two_calls, name, make, s
 
 def test_a_content_damaged_in_the_journal_never_gets_into_the_tree(two_calls):
     tree = killed_after_its_decision(two_calls)
+    scheduler = tree.root / "scheduler.py"
+    journal = json.loads((tree.root / JOURNAL / "change.json").read_text())
+    number = [file["path"] for file in journal["files"]].index("scheduler.py")
+    shutil.copyfile(tree.root / JOURNAL / f"new-{number}", scheduler)
+    (tree.root / JOURNAL / f"old-{number}").write_bytes(b"")
     before = without_ours(snapshot(tree.root))
-    (tree.root / JOURNAL / "new-1").write_bytes(b"")
     with pytest.raises(UnfinishedError):
         settle(tree)
     assert snapshot(tree.root) == before
@@ -349,11 +353,111 @@ def test_leftovers_alone_are_no_change(two_calls):
     tree, _, before, _ = start(two_calls, "apply")
     root = tree.root
     (root / LOCK).write_text("12345")
-    (root / JOURNAL).mkdir()
+    (root / LOCK).chmod(0o600)
+    (root / JOURNAL).mkdir(0o700)
     (root / JOURNAL / "new-0").write_bytes(b"half")
-    assert "before it changed anything" in pending(tree)
+    assert "before any change" in pending(tree)
     settle(tree)
     assert snapshot(root) == before
+
+
+def hostile_file(path: str, content: bytes) -> dict[str, str | None]:
+    return {"path": path, "old": hashlib.sha256(content).hexdigest(), "new": None}
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    parts=st.lists(
+        st.sampled_from(["..", ".", "outside", "link", "v1", "", "x.py", "/"]),
+        min_size=1,
+        max_size=5,
+    ),
+    is_absolute=st.booleans(),
+    mode=st.sampled_from([0o700, 0o755, 0o777]),
+)
+def test_no_journal_changes_a_file_outside_of_the_tree(
+    two_calls, parts, is_absolute, mode
+):
+    """A tree of somebody else may hold a journal, and links, as it likes."""
+    tree, _, _, _ = start(two_calls, "apply")
+    root, patches, _ = two_calls
+    outside = root.parent / "outside"
+    shutil.rmtree(outside, ignore_errors=True)
+    outside.mkdir()
+    (outside / "x.py").write_text("precious\n")
+    (root / "link").symlink_to(outside)
+    (root / JOURNAL).mkdir()
+    (root / JOURNAL).chmod(mode)
+    content = b"evil\n"
+    path = "/".join(parts)
+    if is_absolute:
+        path = f"{outside}/{path}"
+    files = [hostile_file(p, content) for p in (path, "link/x.py", "link/new.py")]
+    files[1]["new"] = hashlib.sha256(b"precious\n").hexdigest()
+    for number in range(len(files)):
+        (root / JOURNAL / f"old-{number}").write_bytes(content)
+    journal = {"format": 3, "version": tree.version, "added": [path], "files": files}
+    (root / JOURNAL / "change.json").write_text(json.dumps(journal))
+    before = snapshot(outside)
+    for _ in range(2):
+        with contextlib.suppress(BlockPatchError):
+            apply(tree, [patches["alpha"]])
+        with contextlib.suppress(BlockPatchError):
+            revert(tree, ["alpha"])
+    assert snapshot(outside) == before
+    assert {path.name for path in root.parent.iterdir()} <= {root.name, "outside"}
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to make another user's files")
+def test_a_journal_of_another_user_is_refused_and_left_alone(two_calls):
+    tree = killed_after_its_decision(two_calls)
+    os.chown(tree.root / JOURNAL, 65534, 65534)
+    before = snapshot(tree.root)
+    before.pop(LOCK)
+    with pytest.raises(TargetError, match="owner 65534"):
+        settle(tree)
+    assert snapshot(tree.root) == before
+
+
+def test_a_lock_that_is_a_link_to_another_file_is_refused(two_calls):
+    tree, _, _, _ = start(two_calls, "apply")
+    precious = tree.root.parent / "precious"
+    precious.write_text("kept")
+    os.link(precious, tree.root / LOCK)
+    with pytest.raises(TargetError, match="2 links"):
+        settle(tree)
+    assert precious.read_text() == "kept"
+    precious.unlink()
+
+
+def test_a_journal_that_cannot_be_removed_is_no_failure(two_calls, monkeypatch):
+    tree, _, before, after = start(two_calls, "apply")
+    root, patches, _ = two_calls
+
+    def fail(*_, **__):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("kvtax.patcher.journal.shutil.rmtree", fail)
+    plan = apply(tree, [patches["alpha"], patches["beta"]])
+    assert "the change is whole" in plan.note
+    assert without_ours(snapshot(root)) == after
+    monkeypatch.undo()
+    assert revert(tree, ["alpha", "beta"]).note == ""
+    assert snapshot(root) == before
+
+
+def test_a_lock_that_cannot_be_removed_hides_no_message(two_calls, monkeypatch):
+    tree, _, _, _ = start(two_calls, "apply")
+    unlink = Path.unlink
+
+    def fail(path, *_, **__):
+        if path.name == LOCK:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        unlink(path)
+
+    monkeypatch.setattr(Path, "unlink", fail)
+    with pytest.raises(DamagedError), locked(tree):
+        raise DamagedError("the message")
 
 
 # What somebody may do to the tree: before and after are the states around the call,
@@ -495,10 +599,10 @@ def test_recovery_ends_all_old_or_all_new_or_leaves_what_somebody_left(
     elif "first" in said:
         assert not foreign & changing and "_version.py" not in foreign
     promises = {
-        "before it changed anything": left,
+        "before any change": left,
+        "after it had changed everything": whole[1],
         "gives that change up": left,
         "first undoes that change": whole[0],
-        "first finishes that change": whole[1],
     }
     assert all(state == promises[words] for words in promises if words in said)
     settle(tree)  # once said, it is over

@@ -217,7 +217,7 @@ def test_a_conflict_must_stand_in_both_manifests(folder):
         load_patches(folder)
 
 
-@pytest.mark.parametrize("kind", ["alters", "uses", "conflicts"])
+@pytest.mark.parametrize("kind", ["uses", "conflicts"])
 @pytest.mark.parametrize("other", ["missing", "one"])
 def test_a_relation_names_another_patch_that_is_there(folder, kind, other):
     make_patch(folder, "one", BLOCK, **{kind: {other: "why"}})
@@ -227,27 +227,27 @@ def test_a_relation_names_another_patch_that_is_there(folder, kind, other):
 
 @pytest.mark.parametrize("value", [{"two": ""}, {"two": 1}, ["two"]])
 def test_a_relation_gives_its_reason(folder, value):
-    with pytest.raises(ManifestError, match="alters must be a table"):
-        make_patch(folder, "one", BLOCK, alters=value)
+    with pytest.raises(ManifestError, match="uses must be a table"):
+        make_patch(folder, "one", BLOCK, uses=value)
 
 
-def test_status_and_check_say_what_is_altered_and_whether_it_is_there(folder, run):
-    make_patch(folder, "one", BLOCK, alters={"two": "it counts twice"})
+def test_status_and_check_say_what_is_used_and_whether_it_is_there(folder, run):
+    make_patch(folder, "one", BLOCK, uses={"two": "it counts twice"})
     make_patch(folder, "two", OTHER_BLOCK)
-    said = "    alters two (there): it counts twice\n"
-    said_without = "    alters two (not there): it counts twice\n"
+    said = "    uses two (there): it counts twice\n"
+    said_without = "    uses two (not there): it counts twice\n"
     assert said_without in run("--check", "--patch", "one")
     assert said in run("--check", "--patch", "one", "--patch", "two")
-    assert "alters" not in run("--status")
+    assert "uses" not in run("--status")
     run("--apply", "--patch", "one")
     assert said_without in run("--status")
     run("--apply", "--patch", "two")
     assert said in run("--status")
     assert said in run("--check", "--patch", "one")
-    assert "  alters two: it counts twice\n" in run("--list")
+    assert "  uses two: it counts twice\n" in run("--list")
 
 
-def test_what_is_altered_or_used_need_not_be_there(folder, tree):
-    made = make_patch(folder, "one", BLOCK, alters={"two": "a"}, uses={"three": "b"})
+def test_what_is_used_need_not_be_there(folder, tree):
+    made = make_patch(folder, "one", BLOCK, uses={"two": "a", "three": "b"})
     apply(tree, [made])
     assert status(tree, [made])["one"].state == "applied"

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import py_compile
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtax.patcher import Tree, apply, check, diff, patch_hash, pending, revert, status
-from kvtax.patcher.errors import ConflictError, WriteError
+from kvtax.patcher.errors import ConflictError, TargetError, WriteError
 from tests.patcher.patchlab import (
     RECORDS,
     block,
@@ -217,15 +218,29 @@ def test_bytecode_that_cannot_be_removed_is_refused_and_strands_nothing(
     assert snapshot(tree.root) == before
 
 
-def test_bytecode_behind_a_linked_folder_goes_and_the_link_stays(
-    tree, patches, tmp_path
-):
+def test_bytecode_behind_a_linked_folder_is_somebody_elses(tree, patches, tmp_path):
     (tmp_path / "cache").mkdir()
-    cache = tree.root / "__pycache__"
-    cache.symlink_to(tmp_path / "cache")
+    (tree.root / "__pycache__").symlink_to(tmp_path / "cache")
     py_compile.compile(tree.root / "scheduler.py")
-    apply(tree, [patches["gamma"]])
-    assert cache.is_symlink() and not any(cache.iterdir())
+    before = snapshot(tmp_path / "cache"), (tree.root / "scheduler.py").read_bytes()
+    with pytest.raises(TargetError, match="__pycache__ is a symbolic link"):
+        apply(tree, [patches["gamma"]])
+    after = snapshot(tmp_path / "cache"), (tree.root / "scheduler.py").read_bytes()
+    assert after == before
+
+
+def test_bytecode_that_python_keeps_elsewhere_goes_too(
+    tree, patches, tmp_path, monkeypatch
+):
+    """PYTHONPYCACHEPREFIX, or python -X pycache_prefix."""
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "caches"))
+    unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
+    source = str(tree.root / "scheduler.py")
+    for change in (apply, lambda tree, _: revert(tree, ["gamma"])):
+        stale = Path(py_compile.compile(source, invalidation_mode=unchecked))
+        assert stale.is_relative_to(tmp_path / "caches")
+        change(tree, [patches["gamma"]])
+        assert not stale.exists()
 
 
 def test_a_changed_manifest_replaces_the_old_blocks_everywhere(tree, tmp_path):

@@ -589,7 +589,7 @@ def test_an_uninstall_removes_what_patches_added(tree, patches, eol):
     apply(tree, patches.values())
     assert listed() == there() > set(FILES)
     whole = record.read_bytes()
-    assert apply(Tree(tree.root), patches.values()).writes == ()
+    assert apply(Tree(tree.root), patches.values()).changes == ()
     # Another patch has the file as well.
     revert(tree, ["alpha"])
     assert listed() == there()
