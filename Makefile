@@ -35,11 +35,12 @@ release-test: setup ## what the patches do on another release: VLLM=0.32.0 (up t
 fresh-machine-check: ## does it work on minimal Debian 12 and 13? (needs root, mmdebstrap, 25 GB; 20 minutes)
 	bash tests/fresh_machine/check.sh
 
-lint: setup ## ruff: check and format; mypy; committed results against their inputs
+lint: setup ## ruff, mypy; committed results against their inputs; names and texts
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
 	$(python) -m mypy
 	$(python) -m tools.inputs
+	$(python) -m tools.style
 
 results: setup ## make results in virtual time again and compare with results.lock: NAME=virtual-open_loop, or all
 	$(python) -m tools.locked_results $(NAME)

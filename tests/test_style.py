@@ -1,57 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Docstrings keep the rules of CONTRIBUTING.md that a program can check."""
+"""The lint names each place that breaks a rule of CONTRIBUTING.md."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 
 import pytest
 
-from kvtax.paths import REPOSITORY
-from tests.test_architecture import parsed, sources, statements
-
-# Words that begin a clause without a subject (rule 3).
-HEADLESS = {
-    *("What", "Those", "Of", "So", "That", "Which", "Where", "Whoever", "Whether"),
-    *("As", "By", "How", "Who", "Whose", "If", "None", "Nobody", "Nothing"),
-}
+from tools.style import MOST_WORDS, faults_of, long_sentences
 
 
-# Calls that an assert may make.
-PURE = {"all", "isinstance", "len"}
+@pytest.mark.parametrize(
+    ("code", "fault"),
+    [
+        ("one = 1", "'one' says nothing"),
+        ("for found in (): pass", "'found' says nothing"),
+        ("def told(): pass", "'told' says nothing"),
+        ("def name(one): pass", "'one' says nothing"),
+        ("class Row:\n    found: int", "'found' says nothing"),
+        ("async def name():\n    'What is told.'", "begins with 'What'"),
+        ("class Row:\n    'Of a request.'", "begins with 'Of'"),
+        ("def name():\n    'The exit status.'", "begin with a verb"),
+        ("assert sorted(rows)", "python -O"),
+    ],
+)
+def test_a_broken_rule_is_named_with_its_line(code: str, fault: str):
+    ((line, text),) = faults_of(ast.parse(code))
+    assert fault in text and line <= 2
 
 
-def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and text of each docstring of a module."""
-    for node in [tree, *statements(tree)]:
-        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-        if documented and (text := ast.get_docstring(node)):
-            yield getattr(node, "lineno", 1), text
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def name(trial):\n    'Return the trial.'",
+        "class Row:\n    'A row.'",
+        "class Row:\n    @property\n    def size(self):\n        'The size.'",
+        "assert len(rows) and isinstance(row, int)",
+        "from told import one",
+    ],
+)
+def test_what_keeps_the_rules_is_not_named(code: str):
+    assert list(faults_of(ast.parse(code))) == []
 
 
-@pytest.mark.slow
-def test_no_assert_does_work_that_python_minus_o_leaves_out():
-    working = [
-        f"{path.relative_to(REPOSITORY)}:{node.lineno}"
-        for path in sources(REPOSITORY)
-        if not {"tests", "bench", "studies"} & {*path.relative_to(REPOSITORY).parts}
-        for node in ast.walk(parsed(path))
-        if isinstance(node, ast.Assert)
-        for call in ast.walk(node.test)
-        if isinstance(call, ast.Call)
-        and not (isinstance(call.func, ast.Name) and call.func.id in PURE)
-    ]
-    assert working == []
-
-
-@pytest.mark.slow
-def test_no_docstring_begins_with_a_clause_that_has_no_subject():
-    headless = [
-        f"{path.relative_to(REPOSITORY)}:{line}: {text.splitlines()[0]}"
-        for path in sources(REPOSITORY)
-        if "tests" not in path.relative_to(REPOSITORY).parts
-        for line, text in docstrings(parsed(path))
-        if text.split(maxsplit=1)[0].strip(",:") in HEADLESS
-    ]
-    assert headless == []
+def test_a_long_sentence_is_found_in_prose_and_not_in_code_or_tables():
+    long = "word " * MOST_WORDS + "end."
+    assert len(list(long_sentences(f"Short. {long}"))) == 1
+    assert list(long_sentences(f"    {long}\n\n| {long} |\n\n```\n{long}\n```")) == []

@@ -10,8 +10,8 @@ A mark is a pair of comments around a figure:
 It names a config of per_config.json, a value of it by keys with dots between them, and
 the value's format as Python writes it (none for text). A value that has an interval is
 written as `value [low, high]`. Tables stand between `<!--NAME-->` and `<!--/NAME-->`:
-`connectors` and `offloads` are made of the observatory's cells, `leases`, `polls` and
-`pulls` of the result of studies.pending, `occasions` of the committed sweeps,
+`connectors` and `offloads` are made of the observatory's cells, `occasions` of the
+committed sweeps,
 `synthetic` and `noisy` of the sweeps of that profile and beside a neighbour, and
 `coverage` of the result of `kvtax bench coverage`, and `rules` of that of
 studies.questions. A test compares all of them.
@@ -29,15 +29,14 @@ from typing import Any
 
 import msgspec
 
-from kvtax.axes.matrix import read_all_cells, read_pending
-from kvtax.axes.page import ARROW, axes_of_growth, idle_us
-from kvtax.engine.releases import known_releases
+from kvtax.axes.matrix import read_all_cells
+from kvtax.axes.page import ARROW, idle_us, step_ratios
 from kvtax.paths import REPOSITORY
 from kvtax.records.estimate import Estimate
 from kvtax.records.files import read_document
 from kvtax.records.observatory_cell import CellRecord
 from kvtax.records.per_config import Evidence
-from kvtax.report.markdown import DASH, table
+from kvtax.report.markdown import DASH, TIMES, table
 from kvtax.verdict.analysis import judge
 from kvtax.verdict.axes import AXES, growth
 from kvtax.verdict.roles import outcomes
@@ -48,10 +47,8 @@ MARK = re.compile(
 )
 
 
-PARTS_OF_PENDING = ("leases", "polls", "pulls")
 TABLE = re.compile(
-    r"<!--(?P<name>connectors|offloads|occasions|coverage|synthetic|noisy|rules|"
-    rf"{'|'.join(PARTS_OF_PENDING)})-->\n"
+    r"<!--(?P<name>connectors|offloads|occasions|coverage|synthetic|noisy|rules)-->\n"
     r".*?"
     r"<!--/(?P=name)-->",
     re.DOTALL,
@@ -60,22 +57,26 @@ RESULTS = REPOSITORY / "benchmarks" / "results"
 COVERAGE = RESULTS / "coverage.json.gz"
 SYNTHETIC = RESULTS / "synthetic.json.gz"
 NOISY = RESULTS / "noisy.json.gz"
-# Release of the table, and its rows: words, config, the same with the fix.
-RELEASE = "0.32.0"
+# Release of the tables of connectors, and their rows: words, config, the same fixed.
+RELEASE = "0.33.0"
 CONNECTORS = (
-    ("NIXL", "nixl_both", None),
-    ("NIXL, push", "observatory/nixl_push", "observatory/nixl_push_fixed"),
+    ("no-op", "noop", None),
+    ("NIXL, its idle thread paused", "nixl_both", None),
+    ("NIXL push, paused", "observatory/nixl_push", "observatory/nixl_push_fixed"),
     ("Mooncake", "mooncake_both", "mooncake_both_fixed"),
     (
         "Mooncake store",
         "observatory/mooncake_store",
         "observatory/mooncake_store_fixed",
     ),
+    ("UMBP", "observatory/umbp", None),
     ("Offloading", "observatory/offloading", "observatory/offloading_fixed"),
     ("CPU offload, simple", "observatory/simple_cpu_offload", None),
+    ("CPU offload, lazy", "observatory/simple_cpu_offload_lazy", None),
     ("LMCache, multi-process", "observatory/lmcache_mp", None),
+    ("Mooncake and NIXL in one", "observatory/multi_mooncake_nixl", None),
     (
-        "Mooncake with a walk of all hashes",
+        "the study's fork: a walk of all hashes",
         "mooncake_both_hash_sync",
         "mooncake_both_fixed",
     ),
@@ -130,8 +131,7 @@ def written(page: str, configs: dict[str, Any]) -> str:
 
 def _table(mark: re.Match[str]) -> str:
     name = mark["name"]
-    made = _pending(name) if name in PARTS_OF_PENDING else MADE[name]()
-    return f"<!--{name}-->\n{made}\n<!--/{name}-->"
+    return f"<!--{name}-->\n{MADE[name]()}\n<!--/{name}-->"
 
 
 def _connectors() -> str:
@@ -139,21 +139,43 @@ def _connectors() -> str:
     cells = read_all_cells()
     rows = []
     for words, config, fixed in CONNECTORS:
-        after = _cost(cells[RELEASE, fixed]) if fixed else DASH
-        rows.append([words, _cost(cells[RELEASE, config]), after])
-    return table(["connector", "idle, µs per step", "fixed"], rows)
+        cell = cells[RELEASE, config]
+        after = _us(idle_us(cells[RELEASE, fixed])) if fixed else DASH
+        idle = cell.idle
+        rows.append(
+            [
+                words,
+                _us(idle_us(cell)),
+                after,
+                _us(_connector_us(cell, "running", 256)),
+                _us(_connector_us(cell, "arrivals", 8)),
+                DASH if idle is None else f"{max(idle.cpu_ms_per_s, 0):.0f}",
+            ]
+        )
+    head = ["µs per step", "idle", "idle, fixed", "256 running", "8 arrivals"]
+    return table([*head, "threads, ms per idle s"], rows)
+
+
+def _connector_us(cell: CellRecord, axis: str, level: int) -> float | None:
+    """Return the time of all calls per step at a level; None if it was not held."""
+    along = growth(cell, axis, "connector_us")
+    if along is None or level not in along.levels:
+        return None
+    return along.level_us[along.levels.index(level)]
+
+
+def _us(us: float | None) -> str:
+    return DASH if us is None else f"{us:,.0f}"
 
 
 def _offloads() -> str:
-    """Make the table of offloads without hits, by release, at both ends of an axis."""
+    """Make the table of offloads without hits: steps over a no-op's, at both ends."""
     cells = read_all_cells()
     rows = [
-        [words, release, f"{idle_us(cell):.0f}", *_ends(cell)]
+        [words, *(_ends(cells[RELEASE, config], axis) for axis in OFFLOAD_AXES)]
         for words, config in OFFLOADS
-        for release in known_releases()
-        if (cell := cells.get((release, config))) and not cell.error
     ]
-    head = ["connector", "release", "8 running"]
+    head = [f"step over a no-op's ({TIMES}), and µs of the connector"]
     head += [
         f"{levels[0]:,} {ARROW} {levels[-1]:,} {AXES[axis].units}"
         for axis in OFFLOAD_AXES
@@ -229,40 +251,16 @@ MADE = {
 }
 
 
-def _ends(cell: CellRecord) -> list[str]:
-    found = [growth(cell, axis, "connector_us") for axis in OFFLOAD_AXES]
-    return [
-        f"{one.level_us[0]:,.0f} {ARROW} {one.level_us[-1]:,.0f}, {one.verdict}"
-        if one
-        else DASH
-        for one in found
-    ]
-
-
-def _pending(part: str) -> str:
-    """Make a part's table: a row per what was timed, a column per level."""
-    rows = [row for row in read_pending() if row.part == part]
-    levels = list(dict.fromkeys(row.level for row in rows))
-    lines = [
-        [
-            what,
-            *(
-                f"{row.time:,.1f} {row.unit.replace('us', 'µs')}"
-                for level in levels
-                for row in rows
-                if (row.what, row.level) == (what, level)
-            ),
-        ]
-        for what in dict.fromkeys(row.what for row in rows)
-    ]
-    return table(["", *levels], lines)
-
-
-def _cost(cell: CellRecord) -> str:
-    """Describe the idle cost of a cell, and the axes along which it grows."""
-    us, axes = idle_us(cell), axes_of_growth(cell)
-    grows = f", grows with {', '.join(axes)}" if axes else ""
-    return DASH if us is None else f"{us:.0f}{grows}"
+def _ends(cell: CellRecord, axis: str) -> str:
+    """Format both ends of an axis: the ratio of steps, the connector's time."""
+    ratios, along = step_ratios(cell, axis), growth(cell, axis, "connector_us")
+    if along is None or not ratios:
+        return DASH
+    first, last = ratios[0].value, ratios[-1].value
+    return (
+        f"{TIMES}{first:.2f} {ARROW} {last:.2f}, "
+        f"{along.level_us[0]:,.0f} {ARROW} {along.level_us[-1]:,.0f}"
+    )
 
 
 def _text(value: Any, spec: str) -> str:

@@ -13,7 +13,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,7 +65,16 @@ RAISED = re.compile(
 BELOW_CODE = re.compile(r"(?:[\w.]*\.)?([A-Z]\w*(?:: .+)?)")
 # Raised while what had failed was taken down.
 IGNORED = "Exception ignored in"
-FRAME = re.compile(r'\s*File ".*/(vllm/[^"]+)", line (\d+), in ')
+TRACEBACK = "Traceback (most recent call last):"
+FRAME = re.compile(r'\s*File "([^"]+)", line (\d+), in ')
+# Frames that report no fault of a connector: ours, Python's own, and libraries that
+# connectors call.
+OURS = re.compile(r"/(kvtax|kvtax_probe|kvtax_null_model)/")
+PYTHONS = re.compile(r"<frozen|/lib/python3\.\d+/(?!(site|dist)-packages/)")
+LIBRARY = re.compile(
+    r"/(site|dist)-packages/(torch|pydantic|pydantic_core|numpy|msgspec|ray|zmq)/"
+)
+OF_VLLM = re.compile(r".*/(vllm/.+)")
 
 
 def measure(
@@ -117,47 +126,6 @@ def _record(
         idle=found.idle,
         error=error,
     )
-
-
-def measured_together(
-    release: str,
-    connectors: Mapping[str, Connector],
-    installed: Installation,
-    command: str,
-    noop: Connector,
-) -> list[CellRecord]:
-    """Measure cells beside each other and one `noop`.
-
-    Each is beside `noop` alone if an engine fails, or if the release lacks one.
-    """
-    began_s = time.monotonic()
-
-    def alone() -> list[CellRecord]:
-        return [
-            measured(name, release, connector, installed, command, noop)
-            for name, connector in connectors.items()
-        ]
-
-    if any(not_in_release(one, installed) for one in connectors.values()):
-        return alone()
-    engines = [(one, installed) for one in (*connectors.values(), noop)]
-    with tempfile.TemporaryDirectory(prefix="kvtax-cell-") as folder:
-        try:
-            *found, of_noop = run(engines, Path(folder))
-        except (RuntimeError, ServerError):
-            return alone()
-    wall_s = (time.monotonic() - began_s) / len(connectors)
-    return [
-        _record(
-            release,
-            name,
-            provenance.collect(one.patch_hashes, command, installed),
-            wall_s,
-            one,
-            of_noop,
-        )
-        for name, one in zip(connectors, found, strict=True)
-    ]
 
 
 def measured(
@@ -368,30 +336,54 @@ def not_in_release(connector: Connector, installed: Installation) -> str | None:
 
 
 def reason(error: str) -> str:
-    """Find the exception at the end of a log, and the line of vLLM that raised it.
+    """Find the exception at the end of a log, and the line that raised it.
 
-    Without one, return how the engine ended, and the last line.
+    Without an exception, return how the engine ended, and the last line.
     """
     lines = [PREFIX.sub("", line) for line in error.strip().splitlines()]
     ignored = (n for n, line in enumerate(lines) if line.startswith(IGNORED))
     raised = [
-        (number, found[1])
+        (number, match[1])
         for number, line in enumerate(lines[: next(ignored, None)])
-        if (found := RAISED.fullmatch(line))
-        or (lines[number - 1][:2] == "  " and (found := BELOW_CODE.fullmatch(line)))
+        if (match := RAISED.fullmatch(line))
+        or (lines[number - 1][:2] == "  " and (match := BELOW_CODE.fullmatch(line)))
     ]
     if not raised:
         ended = f"{lines[0]}: " if ENDED in lines[0] else ""
         return ended + lines[-1].strip()
-    last, told = raised[-1]
-    if ":" not in told:
+    last, message = raised[-1]
+    if ":" not in message:
         # An assert without a message; above it are its line and marks below that.
-        told += f": {_source(lines[:last])}"
-    if "validation error" in told:
+        message += f": {_source(lines[:last])}"
+    if "validation error" in message:
         # Pydantic says what is wrong on a line of its own.
-        told = lines[last + 1].strip().partition(" [type=")[0]
-    frames = [found for line in lines[:last] if (found := FRAME.match(line))]
-    return f"{told} ({frames[-1][1]}:{frames[-1][2]})" if frames else told
+        message = lines[last + 1].strip().partition(" [type=")[0]
+    place = _place(lines[:last])
+    return f"{message} ({place})" if place else message
+
+
+def _place(above: list[str]) -> str | None:
+    """Return `file:line` of the innermost frame of a connector, else of vLLM.
+
+    `above` ends where the exception is named; only the last traceback counts.
+    """
+    begins = [n for n, line in enumerate(above) if line.startswith(TRACEBACK)]
+    frames = [
+        (match[1], match[2])
+        for line in above[begins[-1] if begins else 0 :]
+        if (match := FRAME.match(line)) and not OURS.search(match[1])
+    ]
+    vllm = [
+        f"{match[1]}:{line}"
+        for file, line in frames
+        if (match := OF_VLLM.fullmatch(file))
+    ]
+    others = [
+        f"{'/'.join(Path(file).parts[-3:])}:{line}"
+        for file, line in frames
+        if not any(part.search(file) for part in (OF_VLLM, PYTHONS, LIBRARY))
+    ]
+    return next(reversed(others or vllm), None)
 
 
 def _source(above: list[str]) -> str:

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connectors, releases and claims of the observatory; measure and keep each cell."""
+"""Connectors and releases of the observatory; measure and keep each cell."""
 
 from __future__ import annotations
 
 import gzip
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import msgspec
 
-from kvtax.axes.cell import measured, measured_together
+from kvtax.axes.cell import measured
 from kvtax.config import read_toml
 from kvtax.engine import provenance
 from kvtax.engine.connector import Connector, load_connector
@@ -32,36 +31,16 @@ from kvtax.proc.machine_lock import machine_lock
 from kvtax.records.estimate import Estimate
 from kvtax.records.files import decode, write_document
 from kvtax.records.observatory_cell import CellRecord, keep_cell, read_cells
-from kvtax.verdict.axes import require_axes
 
 # (release, connector) of a cell.
 CellName = tuple[str, str]
-ResultT = TypeVar("ResultT", bound=msgspec.Struct)
-
-
-class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Report of a `connector`'s cost, and the cell that answers it.
-
-    With `beside`, the answer is its slope against that config's.
-    """
-
-    where: str
-    claim: str
-    connector: str
-    axis: str
-    release: str
-    time: str = "connector_us"
-    beside: str | None = None
-
-    def __post_init__(self) -> None:
-        require_axes([self.axis])
 
 
 class Growing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Cost of a connector that grows, and the code `where` it does.
 
-    Measured along `axis` in the cell of `config` on `release`; or by studies.pending,
-    in the row of `what` and `level`; else only read in the source.
+    Measured along `axis` in the cell of `config` on `release`; or with work pending, in
+    the row of `what` and `level`; else only read in the source.
     """
 
     connector: str
@@ -81,14 +60,15 @@ class Matrix(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Each of `connectors` on each of `releases` (by default, the known ones).
 
     `stand_ins` describes, by patch, the part that a connector is measured without.
-    Each is measured beside `noop`.
+    `reasons` states, by name in vLLM's factory, why a connector has no cell. Each cell
+    is measured beside `noop`.
     """
 
     connectors: list[str]
     noop: str
     releases: list[str] = []
     stand_ins: dict[str, str] = {}
-    claims: list[Claim] = []
+    reasons: dict[str, str] = {}
     growing: list[Growing] = []
 
     def stand_in_of(self, connector: str) -> str | None:
@@ -104,10 +84,8 @@ def read_matrix() -> Matrix:
 
 
 RESULTS = REPOSITORY / "studies" / "observatory"
-PENDING = REPOSITORY / "studies" / "pending" / "result.json.gz"
+PENDING = RESULTS / "pending.json.gz"
 COMMAND = "kvtax"
-# Cells that share a no-op, so that a machine is held for fewer engines in all.
-TOGETHER = 3
 
 
 @dataclass(frozen=True)
@@ -168,7 +146,7 @@ def measure_matrix(matrix: Matrix, choice: Choice, ray: Cluster | None) -> None:
         if ray is None:
             records = _measure_here(matrix, cells, configs, installed, choice.wait_s)
         else:
-            records = _measure_on_hosts(ray, cells, matrix.claims, installed)
+            records = _measure_on_hosts(ray, cells, installed)
         for number, cell in enumerate(records, 1):
             print(f"kvtax axes: {number} of {len(cells)}: {_line(cell)}", flush=True)
             keep_cell(cell, choice.folder)
@@ -184,7 +162,7 @@ def read_all_cells(folder: Path = RESULTS) -> dict[CellName, CellRecord]:
 
 
 class PendingRow(msgspec.Struct, frozen=True):
-    """Row of the committed result of studies.pending."""
+    """Time that a connector's list of pending work takes at one length."""
 
     part: str
     what: str
@@ -194,15 +172,17 @@ class PendingRow(msgspec.Struct, frozen=True):
 
 
 class PendingResult(msgspec.Struct, frozen=True):
-    """Committed result of studies.pending."""
+    """Rows of PENDING, and the commit and command that measured them."""
 
+    provenance: dict[str, Any]
     rows: list[PendingRow]
 
 
-def read_pending() -> list[PendingRow]:
-    """Read what studies.pending measured; nothing where it is not committed."""
-    result = _committed(PENDING, PendingResult)
-    return result.rows if result else []
+def read_pending() -> PendingResult:
+    """Read PENDING, whose code is gone: its rows stay as data. Raises OSError."""
+    return msgspec.json.decode(
+        gzip.decompress(PENDING.read_bytes()), type=PendingResult
+    )
 
 
 class SourcesRow(msgspec.Struct, frozen=True):
@@ -232,13 +212,10 @@ class SourcesResult(msgspec.Struct, frozen=True):
 
 def read_sources() -> SourcesResult | None:
     """Read what studies.observatory measured; None where it is not committed."""
-    return _committed(RESULTS / "result.json.gz", SourcesResult)
-
-
-def _committed(file: Path, kind: type[ResultT]) -> ResultT | None:
+    file = RESULTS / "result.json.gz"
     if not file.exists():
         return None
-    return msgspec.json.decode(gzip.decompress(file.read_bytes()), type=kind)
+    return msgspec.json.decode(gzip.decompress(file.read_bytes()), type=SourcesResult)
 
 
 def _measure_here(
@@ -248,31 +225,27 @@ def _measure_here(
     installed: dict[str, Installation],
     wait_s: float,
 ) -> Iterator[CellRecord]:
+    """Yield each cell as soon as it is measured, so that a stopped run keeps it."""
     noop = load_connector(matrix.noop)
     with machine_lock(wait_s):
-        for release, group in groupby(cells, lambda cell: cell[0]):
-            names = [name for _, name in group]
-            for first in range(0, len(names), TOGETHER):
-                some = {name: configs[name] for name in names[first : first + TOGETHER]}
-                there = installed[release]
-                yield from measured_together(release, some, there, COMMAND, noop)
+        for release, name in cells:
+            print(f"kvtax axes: measuring {name} on vLLM {release}", flush=True)
+            there = installed[release]
+            yield measured(name, release, configs[name], there, COMMAND, noop)
 
 
 def _measure_on_hosts(
-    cluster: Cluster,
-    cells: list[CellName],
-    claims: Sequence[Claim],
-    installed: dict[str, Installation],
+    cluster: Cluster, cells: list[CellName], installed: dict[str, Installation]
 ) -> Iterator[CellRecord]:
     """Yield the records of `cells`, as they are done; `installed` by release."""
     versions = {release: there.versions for release, there in installed.items()}
     tasks = [
         Task(
-            ", ".join(f"{connector} {release}" for release, connector in group),
+            f"{connector} {release}",
             _measure_there,
-            (group, versions),
+            (release, connector, versions[release]),
         )
-        for group in compared(cells, claims)
+        for release, connector in cells
     ]
     for task in finished_tasks(cluster, tasks, measures=True):
         for name, content in sorted(task.files.items()):
@@ -281,30 +254,15 @@ def _measure_on_hosts(
             yield msgspec.structs.replace(cell, host=task.host, provenance=facts)
 
 
-def compared(cells: list[CellName], claims: Sequence[Claim]) -> list[list[CellName]]:
-    """Group `cells`: those together that a claim sets beside each other."""
-    beside = {
-        (claim.release, claim.connector): claim.beside
-        for claim in claims
-        if claim.beside is not None
-    }
-    groups: dict[CellName, list[CellName]] = {}
-    for release, connector in cells:
-        first = beside.get((release, connector), connector)
-        groups.setdefault((release, first), []).append((release, connector))
-    return list(groups.values())
-
-
 def _measure_there(
-    folder: Path, cells: list[CellName], versions: dict[str, dict[str, str]]
+    folder: Path, release: str, connector: str, versions: dict[str, str]
 ) -> None:
-    """Measure cells into `folder`, on a host of a cluster."""
+    """Measure a cell into `folder`, on a host of a cluster."""
     noop, command = load_connector(read_matrix().noop), f"{COMMAND} --ray"
-    for number, (release, connector) in enumerate(cells):
-        config, installed = load_connector(connector), environment_of(release)
-        require_same(installed, versions[release])
-        cell = measured(connector, release, config, installed, command, noop)
-        write_document(folder / f"{number}.json", cell)
+    config, installed = load_connector(connector), environment_of(release)
+    require_same(installed, versions)
+    cell = measured(connector, release, config, installed, command, noop)
+    write_document(folder / "cell.json", cell)
 
 
 def _line(cell: CellRecord) -> str:

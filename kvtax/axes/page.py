@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import numpy as np
 
 from kvtax.axes.matrix import (
     CellName,
-    Claim,
     Growing,
     Matrix,
     read_pending,
@@ -26,62 +24,57 @@ from kvtax.report.document import Cell, Page, Table, Words
 from kvtax.report.markdown import DASH, TIMES
 from kvtax.stats import Estimate
 from kvtax.stats.quantiles import median_of_passes
-from kvtax.verdict.axes import AXES, Growth, growth, whole
+from kvtax.verdict.axes import AXES, growth, whole
 
 ARROW = "\N{RIGHTWARDS ARROW}"
 MARK = "\N{DAGGER}"
-PAGE = "README.md"
+PAGE, CSV = "README.md", "idle.csv"
+# Verdicts of an axis that idle.csv lists.
+WORDS = ("grows", "inconclusive")
 Cells = dict[CellName, CellRecord]
 
 ANSWER = (
-    "Each cell is one connector on one release of vLLM: the release's own engine core, "
+    "A cell is one connector on one release of vLLM: the release's own engine core, "
     "scheduler, block pool, worker and connector in one process, with the null model, "
-    "without HTTP. Its axes are moved one at a time: cached blocks, running requests, "
-    "the context's length, arrivals per step, and what an offloader holds. Nothing is "
-    "transferred: this is what having a connector costs. A release without a CPU "
-    "build is measured from its sources, on compiled parts of another one (`kvtax axes "
-    "--vllm PATH`); `python -m studies.observatory` compares sources with a build. "
-    "[method.md](../../docs/method.md#the-observatory) says how it is measured and "
-    "what it cannot see."
-)
-SUMMARY = (
-    f"With eight running requests and an empty cache. {TIMES}: the whole step over "
-    "that of an engine with a no-op connector, which took turns with it, and the 95 % "
-    "interval over the passes. It may be compared between cells; a cell without it was "
-    "measured alone. µs: all calls of the connector per step. Below them, the axes "
-    "along which they grow; `?` marks an axis that the cell cannot decide. The records "
-    "are a file per release, beside this page. `plain` and `kv_events` have no "
-    "connector: theirs is what vLLM's own `schedule()` and `update_from_output()` take."
+    "without HTTP. Its axes are moved one at a time. Nothing is transferred: a cell "
+    "shows what having a connector costs. A release without a CPU build is measured "
+    "from its sources, on the compiled parts of another one (`kvtax axes --vllm "
+    "PATH`). [gate.md](../../docs/gate.md) explains the axes and their limits."
 )
 NEWEST = (
-    f"At both ends of each axis: {TIMES}, the step over the no-op's; the connector's "
-    "µs per step, in bold if they grow. No request: what an engine without requests "
-    "does in a second, CPU time of the connector's threads, processes and steps, and "
-    "the steps that it asks for."
-)
-HOSTS = (
-    "The cells are of several hosts, each cell of one. So what it says of growth holds "
-    "as it stands. Levels of cells of different hosts must not be compared."
+    f"At both ends of each axis: {TIMES} is the whole step over that of an engine with "
+    "a no-op connector, which took turns with it. Below it are all calls of the "
+    "connector, in µs per step, in bold if they grow; `?` marks an axis that the cell "
+    "cannot decide. *No request* is one second of an engine without requests: CPU time "
+    "of the connector's threads, processes and steps, and the steps it asks for. "
+    "`plain` and `kv_events` have no connector: their µs are `schedule()` and "
+    "`update_from_output()`."
 )
 GROWING = (
-    "Work of a connector's step that grows, in µs of that step. What is measured here "
-    "names its command; what is not was read in the source."
+    "Work in a connector's step that grows, in µs of that step. A row names the "
+    "command that measures it, or says that the source was read."
 )
 SOURCES = (
-    "{release} has a build. Its sources, on the compiled parts of {compiled}, the "
-    "build, and the build again were held at the same levels in turn (`python -m "
-    "studies.observatory`). Steps of the sources differ from the build's by at most "
-    "{worst:.1%}, those of the second build by at most {same:.1%}: medians over the "
-    "levels of an axis, and over the passes. It cannot say what older compiled "
-    "parts do to a kernel: the null model calls none."
+    "Sources cost what a build costs: on {release}, steps of the sources differ from "
+    "the build's by at most {worst:.1%}, those of a second build by at most {same:.1%} "
+    "(`python -m studies.observatory`; medians over the levels of an axis and the "
+    "passes). Older compiled parts may differ: the null model calls no kernel."
 )
-CLAIMS = "What users reported, and what the cell shows. A curve is level: µs per step."
+RELEASES = (
+    "[idle.csv](idle.csv) has every release: the step over the no-op's with its 95 % "
+    "interval, the connector's µs per idle step with eight running requests, the axes "
+    "along which it grows, and the host. Compare cells by the ratio; µs of different "
+    "days or hosts must not be compared."
+)
+# Columns of CSV.
+CSV_HEAD = "release,connector,step_ratio,low,high,idle_us,grows_with,undecided,host"
 
 
 def write_page(matrix: Matrix, cells: Cells, folder: Path) -> Path:
-    """Write PAGE into `folder`; return the file."""
+    """Write PAGE and CSV into `folder`; return the page's file."""
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / PAGE
+    write_whole(folder / CSV, idle_csv(cells).encode())
     text = render.markdown(summary_page(with_releases_of(matrix, cells), cells))
     write_whole(page, text.encode())
     return page
@@ -96,17 +89,12 @@ def with_releases_of(matrix: Matrix, cells: Cells) -> Matrix:
 
 
 def summary_page(matrix: Matrix, cells: Cells) -> Page:
-    """Build the page: all releases idle, and all axes of the newest one."""
-    idle = "What it costs idle, and what it grows with"
+    """Build the page: costs that grow, all axes of the newest release, and reasons."""
     sections = [
         _growing(matrix, cells),
-        _idle_table(idle, matrix, cells),
-        Words(title=idle, paragraphs=list(_stand_ins(matrix))),
-        _hosts(cells),
         _newest(matrix, cells),
-        _sources(),
-        _claims(matrix, cells),
-        _reasons(cells),
+        Words(title="Other releases", paragraphs=[RELEASES, *_sources()]),
+        _reasons(matrix, cells),
     ]
     return Page(
         title="The observatory: what connectors cost per step, by release",
@@ -118,28 +106,20 @@ def summary_page(matrix: Matrix, cells: Cells) -> Page:
     )
 
 
-def _idle_table(title: str, matrix: Matrix, cells: Cells) -> Table:
-    """Tabulate idle costs: a row per connector that ever started, releases beside."""
-    hosts = _host_numbers(cells)
-
-    def text(cell: CellRecord | None) -> str:
-        if cell is None:
-            return "not measured"
-        if cell.error:
-            return "[no](#what-does-not-start)"
-        host = f"\nhost {hosts[cell.host]}" if hosts else ""
-        return _idle(cell) + host
-
-    rows: list[list[Cell]] = [
-        [
-            _name(matrix, connector),
-            *(text(cells.get((release, connector))) for release in matrix.releases),
-        ]
-        for connector in matrix.connectors
-        if _is_measured(connector, cells)
-    ]
-    columns = ["connector", *matrix.releases]
-    return Table(title=title, note=SUMMARY, columns=columns, rows=rows)
+def idle_csv(cells: Cells) -> str:
+    """Tabulate the idle cost of every cell, a line each, with the columns CSV_HEAD."""
+    lines = [CSV_HEAD]
+    for (release, connector), cell in cells.items():
+        if not cell.error:
+            ratio = next(iter(step_ratios(cell, "cache")), None)
+            figures = (ratio.value, *ratio.ci95) if ratio and ratio.ci95 else ()
+            us = idle_us(cell)
+            fields = [release, connector]
+            fields += [f"{figure:.3f}" for figure in figures] or ["", "", ""]
+            fields += ["" if us is None else f"{us:.1f}"]
+            fields += [" ".join(_axes_with(cell, word)) for word in WORDS]
+            lines.append(",".join([*fields, cell.host or ""]))
+    return "\n".join(lines) + "\n"
 
 
 def _name(matrix: Matrix, connector: str) -> str:
@@ -151,23 +131,6 @@ def _short(connector: str) -> str:
     return f"`{connector.removeprefix('observatory/')}`"
 
 
-def _host_numbers(cells: Cells) -> dict[str | None, int]:
-    """Give each host a number; none if there is one host."""
-    hosts = sorted({cell.host for cell in cells.values() if not cell.error}, key=str)
-    return {host: number for number, host in enumerate(hosts, 1) if len(hosts) > 1}
-
-
-def _hosts(cells: Cells) -> Table | None:
-    rows: list[list[Cell]] = []
-    for host, number in _host_numbers(cells).items():
-        own = [cell for cell in cells.values() if cell.host == host and not cell.error]
-        cpu = own[0].provenance.get("cpu_model")
-        rows.append(
-            [str(number), host or "without `--ray`", cpu or DASH, str(len(own))]
-        )
-    return _table("Hosts", HOSTS, ["host", "address", "CPU", "cells"], rows)
-
-
 def _table(
     title: str, note: str, columns: list[str], rows: list[list[Cell]]
 ) -> Table | None:
@@ -175,15 +138,6 @@ def _table(
     if not rows:
         return None
     return Table(title=title, note=note, columns=columns, rows=rows)
-
-
-def _idle(cell: CellRecord) -> str:
-    us = idle_us(cell)
-    if us is None:
-        return DASH
-    ratios = [f"{TIMES}{ratio:.2f}" for ratio in step_ratios(cell, "cache")[:1]]
-    grown = [_grown(cell, axis) for axis in AXES]
-    return "\n".join([*ratios, f"{us:.0f} µs", *filter(None, grown)])
 
 
 def step_ratios(cell: CellRecord, axis: str) -> list[Estimate]:
@@ -208,20 +162,12 @@ def idle_us(cell: CellRecord) -> float | None:
 
 def axes_of_growth(cell: CellRecord) -> list[str]:
     """List the axes along which the connector's calls grow."""
+    return _axes_with(cell, "grows")
+
+
+def _axes_with(cell: CellRecord, verdict: str) -> list[str]:
     along = {axis: growth(cell, axis, whole(cell)) for axis in AXES}
-    return [a for a, found in along.items() if found and found.verdict == "grows"]
-
-
-def _grown(cell: CellRecord, axis: str) -> str | None:
-    along = growth(cell, axis, whole(cell))
-    if along is None:
-        return None
-    if along.verdict == "inconclusive":
-        return f"{axis}?"
-    if along.verdict == "drifts":
-        return f"time, along {axis}"
-    shape = f" ({along.shape})" if along.shape == "curved" else ""
-    return f"**{axis}**{shape}" if along.verdict == "grows" else None
+    return [axis for axis, grown in along.items() if grown and grown.verdict == verdict]
 
 
 def _newest(matrix: Matrix, cells: Cells) -> Table:
@@ -237,7 +183,7 @@ def _newest(matrix: Matrix, cells: Cells) -> Table:
             rows.append([_name(matrix, connector), *ends, _without_requests(cell)])
     return Table(
         title=f"Each axis on {release}",
-        note=NEWEST,
+        note=" ".join([NEWEST, *_stand_ins(matrix)]),
         columns=["connector", *axes, "no request"],
         rows=rows,
     )
@@ -264,13 +210,6 @@ def _ends(cell: CellRecord, axis: str) -> str:
     return f"{TIMES}{first:.2f} {ARROW} {last:.2f}\n{marked}"
 
 
-def _is_measured(connector: str, cells: Cells) -> bool:
-    """Return whether a connector started on any release."""
-    return any(
-        name == connector and not cell.error for (_, name), cell in cells.items()
-    )
-
-
 def _stand_ins(matrix: Matrix) -> Iterator[str]:
     """Describe the patches that replace a part of a connector."""
     patches = {matrix.stand_in_of(connector) for connector in matrix.connectors}
@@ -285,14 +224,14 @@ def _growing(matrix: Matrix, cells: Cells) -> Table | None:
     head += ["known to"]
     rows: list[list[Cell]] = [
         [
-            one.connector,
-            one.grows_with,
-            *_size(one, cells),
-            one.where,
-            one.fix,
-            one.reported,
+            growing.connector,
+            growing.grows_with,
+            *_size(growing, cells),
+            growing.where,
+            growing.fix,
+            growing.reported,
         ]
-        for one in matrix.growing
+        for growing in matrix.growing
     ]
     return _table(title, GROWING, head, rows)
 
@@ -300,10 +239,11 @@ def _growing(matrix: Matrix, cells: Cells) -> Table | None:
 def _size(growing: Growing, cells: Cells) -> tuple[str, str]:
     """Return the cost at a production point, and the command that measures it."""
     if growing.what is not None:
-        for row in read_pending():
+        pending = read_pending()
+        commit = pending.provenance["git_commit"][:7]
+        for row in pending.rows:
             if (row.what, row.level) == (growing.what, growing.level):
-                command = f"`python -m studies.pending --only {row.part}`"
-                return f"{row.time:,.0f} at {row.level}", command
+                return f"{row.time:,.0f} at {row.level}", f"measured at {commit}"
         return "not measured", DASH
     if growing.config is None or growing.axis is None:
         return "not measured", "read in the source"
@@ -322,84 +262,27 @@ def _size(growing: Growing, cells: Cells) -> tuple[str, str]:
     return f"{ends} at {at}: {along.markdown}", command
 
 
-def _sources() -> Table | None:
-    """Tabulate the sources of a release beside its build."""
+def _sources() -> list[str]:
+    """Compare the sources of a release with its build, if that was measured."""
     result = read_sources()
     if result is None:
-        return None
-    head = ["connector", "axis", "step, sources / build", "step, build / build"]
-    head += ["connector, build, µs", "connector, sources, µs"]
-    rows: list[list[Cell]] = [
-        [
-            _short(row.connector),
-            row.axis,
-            f"{row.sources_by_build:.3f}",
-            f"{row.build_by_build:.3f}",
-            f"{row.build_us:,.0f}",
-            f"{row.sources_us:,.0f}",
-        ]
-        for row in result.rows
-    ]
+        return []
     worst = max(abs(row.sources_by_build.value - 1) for row in result.rows)
     same = max(abs(row.build_by_build.value - 1) for row in result.rows)
-    note = SOURCES.format(
-        release=result.release, compiled=result.compiled, worst=worst, same=same
-    )
-    return _table("Sources and a build", note, head, rows)
+    return [SOURCES.format(release=result.release, worst=worst, same=same)]
 
 
-def _claims(matrix: Matrix, cells: Cells) -> Table | None:
-    head = ["report", "claim", "looked at", "curve", "verdict"]
-    rows = [_answer(claim, cells) for claim in matrix.claims]
-    return _table("Reports in the wild", CLAIMS, head, rows)
-
-
-def _answer(claim: Claim, cells: Cells) -> list[Cell]:
-    cell = cells.get((claim.release, claim.connector))
-    looked_at = (
-        f"{_short(claim.connector)}, {claim.release}, {claim.axis}, `{claim.time}`"
-    )
-    along = growth(cell, claim.axis, claim.time) if cell else None
-    if cell is None or along is None:
-        return [claim.where, claim.claim, looked_at, DASH, "not measured"]
-    curve = ", ".join(
-        f"{level:,}: {us:,.0f}"
-        for level, us in zip(along.levels, along.level_us, strict=True)
-    )
-    answer = along.markdown
-    beside = claim.beside and cells.get((claim.release, claim.beside))
-    if beside:
-        answer = _beside(claim, cell, along, beside)
-    return [claim.where, claim.claim, looked_at, curve, answer]
-
-
-def _beside(claim: Claim, cell: CellRecord, along: Growth, other: CellRecord) -> str:
-    plain = growth(other, claim.axis, claim.time)
-    if other.host == cell.host and plain is not None:
-        return f"{along.slope:+.1f}, and {plain.slope:+.1f} of `{claim.beside}`"
-    missing = (
-        "was not measured" if plain is None else "is of another host, and not compared"
-    )
-    return f"{along.markdown}; `{claim.beside}` {missing}"
-
-
-def _reasons(cells: Cells) -> Table | None:
-    alike: dict[tuple[str, str], dict[str, str]] = {}
-    for (release, connector), cell in sorted(cells.items()):
-        if error := cell.error:
-            message = re.sub(r" \([^()]+:\d+\)$", "", error)
-            alike.setdefault((connector, message), {})[release] = error
+def _reasons(matrix: Matrix, cells: Cells) -> Table | None:
+    """Tabulate why a connector has no cell on the newest release."""
+    release = matrix.releases[-1]
     rows: list[list[Cell]] = [
-        [
-            _short(connector),
-            ", ".join(errors),
-            list(errors.values())[-1].replace("`", "'")[:300],
-        ]
-        for (connector, _), errors in sorted(alike.items())
+        [_short(connector), error.replace("`", "'")[:300]]
+        for (of_release, connector), cell in sorted(cells.items())
+        if of_release == release and (error := cell.error)
     ]
-    note = "What vLLM said, and the line that refused in the last release of each row."
-    head = ["connector", "releases", "reason"]
-    return _table("What does not start", note, head, rows)
+    rows += [[f"`{name}`", why] for name, why in matrix.reasons.items()]
+    note = "vLLM's message and the line that raised it, or why no cell was tried."
+    return _table(f"Without a cell on {release}", note, ["connector", "reason"], rows)
 
 
 def _measured(cells: Cells) -> str:

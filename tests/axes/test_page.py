@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -12,23 +13,24 @@ from kvtax.axes import cell, page
 from kvtax.axes.cell import not_in_release, reason
 from kvtax.axes.matrix import (
     RESULTS,
-    Claim,
     Matrix,
     SourcesResult,
     SourcesRow,
-    compared,
     read_all_cells,
     read_matrix,
 )
 from kvtax.axes.page import (
     ARROW,
+    CSV,
     PAGE,
+    idle_csv,
     summary_page,
     with_releases_of,
 )
 from kvtax.engine import ServerError
 from kvtax.engine.connector import load_connector, own_connector
 from kvtax.engine.installation import installation
+from kvtax.paths import REPOSITORY
 from kvtax.records.estimate import Estimate
 from kvtax.records.observatory_cell import CellRecord, Idle, keep_cell
 from kvtax.report import render
@@ -45,9 +47,6 @@ DEAD = msgspec.structs.replace(
     made("noop", "0.28.0"), error="no | device (vllm/v1/a.py:3)"
 )
 
-# Costs idle, and the axes of the newest release.
-TABLES = 2
-
 
 def text_of(*cells: CellRecord, **changes) -> str:
     """Render the page of `cells`; `changes` go into the matrix."""
@@ -56,16 +55,15 @@ def text_of(*cells: CellRecord, **changes) -> str:
     return render.markdown(summary_page(matrix, by_name))
 
 
-def told(**changes) -> str:
+def page_of_both(**changes) -> str:
     return text_of(GROWING, DEAD, **changes)
 
 
 def test_a_cell_has_its_axis_and_shape_or_a_reason():
-    text = told()
-    assert "**running** (curved)" in text
-    assert "| `noop` | 0.28.0 | no \\| device (vllm/v1/a.py:3) |" in text
-    # A connector that started on no release is left out.
-    assert text.count("not measured") == 1
+    text = page_of_both()
+    assert f"**10 {ARROW}" in text.replace("9 ", "10 ")
+    dead = msgspec.structs.replace(DEAD, release="0.32.0")
+    assert "| `noop` | no \\| device (vllm/v1/a.py:3) |" in text_of(GROWING, dead)
 
 
 def test_the_short_page_has_a_row_per_connector_of_the_newest_release():
@@ -81,25 +79,24 @@ def test_the_short_page_has_a_row_per_connector_of_the_newest_release():
     assert "| `noop` | " not in newest
 
 
-def test_a_cell_beside_a_no_op_leads_with_the_ratio_of_their_steps():
+def beside_a_no_op() -> CellRecord:
+    """Make a cell whose steps take 1.5 times its no-op's."""
+
     def steps(us: float) -> dict[str, dict[str, list[list[float]]]]:
         # Each pass is on a machine twice as slow as the one before.
         return {
-            axis: {"step_us": [[us * 2**k] * len(told.levels) for k in range(6)]}
-            for axis, told in AXES.items()
+            name: {"step_us": [[us * 2**k] * len(axis.levels) for k in range(6)]}
+            for name, axis in AXES.items()
         }
 
-    means = {
-        axis: of | steps(300.0)[axis]
-        for axis, of in made("mooncake_both").means_us.items()
-    }
-    cell = msgspec.structs.replace(
-        made("mooncake_both"), means_us=means, noop_us=steps(200.0)
-    )
-    cells = {(cell.release, cell.connector): cell}
-    text = render.markdown(summary_page(MATRIX, cells))
-    idle = f"{TIMES}1.50 [1.50, 1.50] <br> 10 µs |"
-    assert f"| `mooncake_both` | not measured | {idle}" in text
+    own = steps(300.0)
+    cell = made("mooncake_both")
+    means = {axis: times | own[axis] for axis, times in cell.means_us.items()}
+    return msgspec.structs.replace(cell, means_us=means, noop_us=steps(200.0))
+
+
+def test_a_cell_beside_a_no_op_leads_with_the_ratio_of_their_steps():
+    text = text_of(beside_a_no_op())
     ends = f"{TIMES}1.50 {ARROW} 1.50 <br> 10 {ARROW} 10"
     assert text.count(ends) == len(AXES)
 
@@ -111,74 +108,37 @@ def test_an_axis_that_no_cell_has_has_no_column():
     assert "| prompt |" in text_of(GROWING)
 
 
-CLAIM = Claim("vLLM #1", "walks", "mooncake_both", "running", "0.32.0")
-BESIDE_NOOP = msgspec.structs.replace(CLAIM, beside="noop")
-
-
-def answer(text: str) -> str:
-    """Return the row of the page that answers the claim."""
-    (row,) = [line for line in text.splitlines() if "vLLM #1" in line]
-    return row
-
-
-def test_a_report_is_answered_with_curve_and_verdict():
-    row = answer(told(claims=[CLAIM]))
-    assert "256: 9" in row
-    assert "**grows**, curved" in row
-
-
-def test_a_report_can_be_answered_beside_another_config():
-    flat = made("noop", "0.32.0", noise=0)
-    row = answer(text_of(GROWING, flat, claims=[BESIDE_NOOP]))
-    assert "and +0.0 [-0.0, +0.0] of `noop`" in row
-
-
-def of_hosts(**hosts: str) -> str:
-    """The page of two cells that a report sets beside each other."""
-    cells = [
-        msgspec.structs.replace(made(name), host=host) for name, host in hosts.items()
-    ]
-    return text_of(*cells, claims=[BESIDE_NOOP])
-
-
-def test_cells_of_several_hosts_are_marked_and_never_compared():
-    text = of_hosts(noop="10.0.0.1", mooncake_both="10.0.0.2")
-    assert "| 1 | 10.0.0.1 |" in text
-    rows = [
-        line for line in text.splitlines() if line.startswith("| `mooncake_both` |")
-    ]
-    assert ["host 2 |" in row for row in rows] == [True, False]
-    assert "`noop` is of another host, and not compared" in answer(text)
-
-
-def test_cells_of_one_host_of_a_cluster_are_compared_and_not_marked():
-    text = of_hosts(noop="10.0.0.1", mooncake_both="10.0.0.1")
-    assert "of `noop` |" in answer(text)
-    assert "<br> host" not in text
+def test_the_csv_has_a_line_per_measured_cell_of_every_release():
+    older = msgspec.structs.replace(made("noop", "0.28.0"), host="10.0.0.1")
+    newer = beside_a_no_op()
+    cells = {(cell.release, cell.connector): cell for cell in (older, newer)}
+    head, *lines = idle_csv(cells).splitlines()
+    rows = [dict(zip(head.split(","), line.split(","), strict=True)) for line in lines]
+    assert [row["release"] for row in rows] == ["0.28.0", "0.32.0"]
+    assert [row["host"] for row in rows] == ["10.0.0.1", ""]
+    assert [row["step_ratio"] for row in rows] == ["", "1.500"]
+    assert idle_csv({("0.28.0", "noop"): DEAD}) == f"{head}\n"
 
 
 def test_a_stand_in_is_said_wherever_the_connector_is_named():
-    text = told(stand_ins={"mooncake_cpu_layout": "the layout of a CPU's cache"})
+    text = page_of_both(
+        stand_ins={"mooncake_cpu_layout": "the layout of a CPU's cache"}
+    )
     rows = [line for line in text.splitlines() if line.startswith("| `mooncake_both`")]
-    assert len(rows) == TABLES
-    assert all("\N{DAGGER}" in row for row in rows)
+    assert rows and all("\N{DAGGER}" in row for row in rows)
     assert "(../../patches/README.md#mooncake_cpu_layout): the layout of" in text
 
 
-@pytest.mark.slow
-def test_sources_beside_a_build_are_a_table_with_the_largest_difference(monkeypatch):
+def test_sources_beside_a_build_are_a_sentence_with_the_largest_difference(monkeypatch):
     near, far = Estimate(1.01, (0.99, 1.02)), Estimate(0.97, (0.96, 0.98))
     rows = [
         SourcesRow("noop", "cache", 1.0, 1.0, near, Estimate(1.002)),
         SourcesRow("nixl_both", "running", 40.0, 41.0, far, Estimate(0.995)),
     ]
-    found = SourcesResult("0.32.0", "0.30.0", rows)
-    monkeypatch.setattr(page, "read_sources", lambda: found)
-    text = told()
-    assert (
-        "| `nixl_both` | running | 0.970 [0.960, 0.980] | 0.995 [?] | 40 | 41 |" in text
-    )
-    assert "by at most 3.0%, those of the second build by at most 0.5%" in text
+    result = SourcesResult("0.32.0", "0.30.0", rows)
+    monkeypatch.setattr(page, "read_sources", lambda: result)
+    text = page_of_both()
+    assert "by at most 3.0%, those of a second build by at most 0.5%" in text
 
 
 @pytest.mark.slow
@@ -186,9 +146,38 @@ def test_the_committed_page_is_what_the_committed_cells_make():
     cells = read_all_cells()
     matrix = with_releases_of(read_matrix(), cells)
     assert (RESULTS / PAGE).read_text() == render.markdown(summary_page(matrix, cells))
-    # Each cell is on the page.
+    assert (RESULTS / CSV).read_text() == idle_csv(cells)
     assert set(matrix.releases) <= set(read_matrix().releases)
-    assert {connector for _, connector in cells} <= set(matrix.connectors)
+
+
+@pytest.mark.slow
+def test_each_connector_and_tier_of_the_newest_release_has_a_cell_or_a_reason():
+    matrix, cells = read_matrix(), read_all_cells()
+    newest = matrix.releases[-1]
+    vllm = REPOSITORY / "third_party" / f"vllm-{newest}" / "vllm"
+    if not vllm.exists():
+        pytest.skip("make vllm-releases fetches the release")
+    transfers = [
+        load_connector(connector).kv_transfer_config or {}
+        for release, connector in cells
+        if release == newest and connector in matrix.connectors
+    ]
+    having = {transfer.get("kv_connector") for transfer in transfers} | {
+        *matrix.reasons
+    }
+    for transfer in transfers:
+        for tier in transfer.get("kv_connector_extra_config", {}).get(
+            "secondary_tiers", []
+        ):
+            having.add(f"Offloading tier `{tier['type']}`")
+    factory = vllm / "distributed/kv_transfer/kv_connector/factory.py"
+    pattern = r'register_connector\(\s*"(\w+)"'
+    connectors = re.findall(pattern, factory.read_text())
+    tiers = (vllm / "v1/kv_offload/tiering/factory.py").read_text()
+    for tier in re.findall(r'register_tier\(\s*"(\w+)"', tiers):
+        connectors.append(f"Offloading tier `{tier}`")
+    assert len(connectors) > 15
+    assert set(connectors) - having == set()
 
 
 def test_a_kept_cell_replaces_the_older_one_and_no_other(tmp_path):
@@ -248,6 +237,16 @@ Traceback (most recent call last):
 AttributeError: 'Mine' object has no attribute 'port'
 [W1127 01:02 ProcessGroup.cpp:1] Warning: destroy_process_group() was not called
 """
+# A stand-in lacks what the connector wants; our recorder called the connector.
+THIRD_PARTY = """\
+[rank0]:   File "/x/site-packages/vllm/v1/worker/gpu_model_runner.py", line 7119, in f
+[rank0]:   File "/tmp/cell/vllm/kvtax_probe/connector.py", line 264, in timed
+[rank0]:     result = getattr(owner, name)(self_, args[0])
+[rank0]:   File "/x/kvbm/vllm_integration/connector_worker.py", line 123, in <listcomp>
+[rank0]:     raw_event_handles = [event.cuda_event for event in events]
+[rank0]:   File "/usr/lib/python3.11/functools.py", line 9, in wrapper
+[rank0]: AttributeError: 'Event' object has no attribute 'cuda_event'
+"""
 CRASH = """\
 the worker ended with status -11
 Fatal Python error: Segmentation fault
@@ -260,7 +259,7 @@ Extension modules: numpy._core (total: 1)
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "message"),
     [
         (CUDA, "AcceleratorError: CUDA error: no driver (vllm/v1/p2p/engine.py:136)"),
         (
@@ -273,7 +272,12 @@ Extension modules: numpy._core (total: 1)
             "AssertionError: assert ktcs is not None (vllm/v1/multi_connector.py:193)",
         ),
         ("ValueError: a message\n", "ValueError: a message"),
-        (UNUSUAL, "NoDevice: needs RDMA (vllm/v1/factory.py:7)"),
+        (UNUSUAL, "NoDevice: needs RDMA (x/mypkg/kv.py:3)"),
+        (
+            THIRD_PARTY,
+            "AttributeError: 'Event' object has no attribute 'cuda_event' "
+            "(kvbm/vllm_integration/connector_worker.py:123)",
+        ),
         (CRASH, "Fatal Python error: Segmentation fault"),
         (
             "the worker ended with status 137\nINFO all is well\n",
@@ -282,24 +286,24 @@ Extension modules: numpy._core (total: 1)
         ("the worker did not start in 180 s\nINFO loading\n", "INFO loading"),
     ],
 )
-def test_the_reason_is_the_last_exception_and_its_place_in_vllm(error, told):
-    assert reason(error) == told
+def test_the_reason_is_the_last_exception_and_where_it_arose(error, message):
+    assert reason(error) == message
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "error"),
     [
         ("plain", None),
         ("noop", None),
         ("mooncake_both", None),
-        ("observatory/example", None),
+        ("observatory/decode_bench", None),
         ("observatory/hf3fs", "there is no HF3FSKVConnector in this release"),
     ],
 )
-def test_a_connector_that_came_later_is_said_to_be_missing(config, told):
+def test_a_connector_that_came_later_is_said_to_be_missing(config, error):
     """In the release of this checkout, 0.18.1."""
-    assert not_in_release(load_connector(config), installation()) == told
+    assert not_in_release(load_connector(config), installation()) == error
 
 
 @pytest.mark.slow
@@ -326,28 +330,3 @@ def test_the_engine_of_a_cell_gets_its_config_in_no_command_line(monkeypatch, tm
     assert "sesame" not in str(arguments)
     assert "sesame" in options["env"][cell.GIVEN]
     assert options["secrets"] == ["sesame"]
-
-
-def test_what_a_report_sets_beside_each_other_is_one_piece_of_work():
-    matrix = read_matrix()
-    cells = [
-        (release, connector)
-        for release in matrix.releases
-        for connector in matrix.connectors
-    ]
-    together = compared(cells, matrix.claims)
-    assert sorted(cell for some in together for cell in some) == sorted(cells)
-    pairs = {
-        ((one.release, one.beside), (one.release, one.connector))
-        for one in matrix.claims
-        if one.beside
-    }
-    assert pairs
-    assert {tuple(some) for some in together if len(some) > 1} == pairs
-
-
-def test_a_cell_whose_other_is_there_already_is_measured_alone():
-    claims = read_matrix().claims
-    (one,) = [claim for claim in claims if claim.beside]
-    cells = [(one.release, one.connector)]
-    assert compared(cells, claims) == [cells]

@@ -128,7 +128,7 @@ def test_a_connector_whose_companion_nobody_started_is_refused(tmp_path):
     with pytest.raises(ServerError, match="needs a companion, or a folder of its own"):
         spec(tmp_path, load_connector("observatory/mooncake_store"))
     with pytest.raises(ServerError, match="needs a companion, or a folder of its own"):
-        spec(tmp_path, load_connector("observatory/example"))
+        spec(tmp_path, load_connector("observatory/offloading_fs"))
 
 
 def test_each_side_channel_is_told_the_port_that_the_spec_names(tmp_path):
