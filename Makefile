@@ -42,7 +42,7 @@ lint: setup ## ruff, mypy; committed results against their inputs; names and tex
 	$(python) -m tools.inputs
 	$(python) -m tools.style
 
-results: setup ## make results in virtual time again and compare with results.lock: NAME=virtual-open_loop, or all
+results: setup ## make results in virtual time again and compare with results.lock: NAME=rules_chat, or all
 	$(python) -m tools.locked_results $(NAME)
 
 browser: ## install Chromium, for the tests of the reports' pages; without it they are skipped
@@ -122,7 +122,7 @@ clean-releases: ## remove the environments of other vLLM releases, and of vllm-r
 
 clean: clean-releases ## remove what was fetched or made: runs, report.html, sources, the environment, caches
 	rm -rf runs report.html third_party env .venv .uv .setup.lock dist kvindex/bin \
-	    fleet/results/virtual-* .hypothesis .mypy_cache
+	    fleet/results .hypothesis .mypy_cache
 	find . \( -name __pycache__ -o -name .pytest_cache -o -name .ruff_cache \) -prune -exec rm -rf {} +
 
 .PHONY: help setup sweep test test-fast test-all fleet-test hosts-test release-test \

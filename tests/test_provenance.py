@@ -22,7 +22,16 @@ import pytest
 from benchmarks.__main__ import BENCHMARKS
 from kvtax.cli import subcommands
 from kvtax.paths import REPOSITORY
-from tools.locked_results import ResultsError, fingerprint, make, read_lock
+from tools.locked_results import (
+    ResultsError,
+    check,
+    config_of,
+    fingerprint,
+    inputs_of,
+    promise,
+    read_lock,
+    write_lock,
+)
 
 # Data that no command here measured: inputs, and vectors of tests.
 INPUTS = (
@@ -170,7 +179,8 @@ def test_a_locked_result_names_its_commit_and_an_experiment_that_exists():
     assert lock
     for name, locked in lock.items():
         assert in_history(locked["commit"]), name
-        assert (REPOSITORY / locked["experiment"]).is_file(), name
+        assert config_of(name).is_file(), name
+        assert locked["inputs"].keys() == inputs_of(name).keys()
 
 
 HEAD = _git("rev-parse", "HEAD").strip()
@@ -198,12 +208,30 @@ def test_a_breach_is_named(facts, lack):
     assert lack in found
 
 
-SMALLEST = "virtual-open_loop"
+def _finished(folder: Path, numbers: dict, **versions: object) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    made = {"versions": {"git_commit": HEAD, "git_dirty": False} | versions}
+    (folder / "analysis.json").write_text(json.dumps({"made": made} | numbers))
+    return folder
 
 
-@pytest.mark.slow
-def test_the_smallest_locked_result_is_made_again_with_equal_numbers(tmp_path):
-    make(SMALLEST, read_lock()[SMALLEST], tmp_path / SMALLEST)
+def test_what_was_locked_is_as_promised_and_another_result_is_not(tmp_path):
+    name = min(read_lock())
+    run = _finished(tmp_path / "run", {"arms": {"linear": 1.0}})
+    locked = promise(name, run)
+    assert locked.commit == HEAD and locked.inputs == inputs_of(name)
+    write_lock({name: locked}, tmp_path / "lock")
+    assert read_lock(tmp_path / "lock") == {name: locked}
+    check(name, locked, run)
+    other = _finished(tmp_path / "other", {"arms": {"linear": 1.5}})
+    with pytest.raises(ResultsError, match=name):
+        check(name, locked, other)
+
+
+def test_a_run_of_a_tree_with_changes_is_not_locked(tmp_path):
+    run = _finished(tmp_path / "run", {"arms": {}}, git_dirty=True)
+    with pytest.raises(ResultsError, match="uncommitted"):
+        promise(min(read_lock()), run)
 
 
 def test_a_changed_number_changes_the_fingerprint_and_provenance_does_not(tmp_path):
@@ -223,24 +251,3 @@ def test_a_tree_with_changes_gives_the_same_fingerprint(tmp_path):
         return fingerprint(path)
 
     assert analysis("drain") == analysis("uncommitted", "drain") != analysis()
-
-
-def test_a_result_that_differs_is_refused(tmp_path, monkeypatch):
-    locked = read_lock()[SMALLEST]
-    monkeypatch.setattr(
-        "tools.locked_results.subprocess.run", _writes(tmp_path / "out")
-    )
-    with pytest.raises(ResultsError, match=SMALLEST):
-        make(SMALLEST, locked, tmp_path / "out")
-
-
-def _writes(folder):
-    class Ended:
-        returncode = 0
-
-    def run(command, **_):
-        folder.mkdir()
-        (folder / "analysis.json").write_text('{"made": {}, "arms": {}}')
-        return Ended()
-
-    return run

@@ -85,14 +85,15 @@ CONNECTORS = (
 
 # Rules of routers, and their arms: where little is shared, and on agents' sessions.
 RULES = (
-    ("pending prefill + new tokens, no knob", "lpwl", "rules_chat", "rules_agents"),
-    ("Dynamo's sum, prefill weighted 8", "dynamo_scaled", "rules_chat", "rules_agents"),
-    ("LMetric for Dynamo", "lmetric_dynamo", "rules_chat", "rules_agents"),
-    ("LMetric of its paper", "lmetric", "rules_chat", "rules_agents"),
-    ("Dynamo's sum as it is", "dynamo", "routers_mooncake", "routers_question"),
-    ("LMetric for llm-d, no queue", "lmetric_llm_d", "rules_chat", "rules_agents"),
-    ("llm-d's scorers", "llm_d", "rules_chat", "rules_agents"),
+    ("pending prefill + new tokens, no knob", "lpwl"),
+    ("LMetric for Dynamo", "lmetric_dynamo"),
+    ("LMetric of its paper", "lmetric"),
+    ("Dynamo's sum, agentic weights", "dynamo_agentic"),
+    ("Dynamo's sum, default weights", "dynamo"),
+    ("LMetric for llm-d, no queue", "lmetric_llm_d"),
+    ("llm-d's default scorers", "llm_d"),
 )
+RULES_OF = ("rules_chat", "rules_agents")
 RULES_LOAD = 6
 
 
@@ -233,8 +234,14 @@ def _rules() -> str:
         if row["against"] == "linear" and row["load"] == RULES_LOAD
     }
     rows = [
-        [words, *(f"{ttft[experiment, arm]:+.1f}" for experiment in experiments)]
-        for words, arm, *experiments in RULES
+        [
+            words,
+            *(
+                f"{level:+.1f}" if (level := ttft.get((experiment, arm))) else DASH
+                for experiment in RULES_OF
+            ),
+        ]
+        for words, arm in RULES
     ]
     head = ["mean TTFT against `linear`, %", "little is shared", "agents' sessions"]
     return table(head, rows)

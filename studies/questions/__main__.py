@@ -2,65 +2,39 @@
 """Compare arms of runs in virtual time by the rule that was written before they ran.
 
 The rule, the experiments and what was expected of them are in README.md. Prints a table
-per run, in Markdown, and writes it with JSON. Experiments that the JSON has from
+for each run, in Markdown, and writes it with JSON. Experiments that the JSON has from
 earlier calls stay in it.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import polars as pl
 from kvtax_fleet.analyze.arm_runs import read_run
-from kvtax_fleet.analyze.comparison import Paired, paired
+from kvtax_fleet.analyze.comparison import paired
 from kvtax_fleet.analyze.frames import requests_frame
 
 from kvtax.records import RecordsError
 from kvtax.records.estimate import Estimate
 from kvtax.records.parts import existing, opened
-from kvtax.report.markdown import table
+from kvtax.report.markdown import DASH
 from studies.harness import main, publish, rows_table
 
-# Least difference of mean E2E that matters, in %.
-MATTERS_PERCENT = 5.0
-# Beside each arm with its baseline: what the expectations compare.
+# Beside each arm with its baseline: pairs that the expectations compare.
 ALSO = (
-    ("lmetric", "linear_tuned"),
-    ("dynamo", "lmetric"),
+    ("elastic_layers", "elastic_64"),
     ("lmetric_exact", "lmetric"),
-    ("elastic_layers", "elastic"),
-    ("lmetric", "lpwl"),
-    ("lmetric_llm_d", "lpwl"),
-    ("lmetric_dynamo", "lpwl"),
-    ("dynamo_scaled", "lpwl"),
-    ("llm_d", "lpwl"),
-    ("unified", "lpwl"),
+    ("dynamo_agentic", "dynamo"),
 )
-# Runs in several settings: NAME and NAME-SETTING are one question.
-IN_SETTINGS = "open_problems"
-# Of five settings, so many give the same sign where a verdict survives.
-SURVIVES_IN = 4
-# Pairs that are registered for it.
-OPEN = (
-    ("elastic", "linear"),
-    ("elastic_stay", "linear"),
-    ("elastic_pool", "linear"),
-    ("elastic_layers", "elastic"),
-    ("lmetric_exact", "lmetric"),
-)
-# README.md says what these found.
-NOT_SHOWN = ("routers_tuning", "routers_mooncake")
-# Experiments whose slots are always full, so that E2E hardly differs.
-BY_TTFT = ("rules_agents", "rules_chat")
-METRICS = ("ttft_ms", "tpot_ms", "e2e_ms")
-QUANTILES = (0.5, 0.95, 0.99)
+METRICS = {"ttft": "ttft_ms", "tpot": "tpot_ms", "e2e": "e2e_ms"}
+HEAVY = ("HEAVY", "HUGE")
 
 
-class Row(msgspec.Struct):
+class Row(msgspec.Struct, frozen=True):
     """An arm against another at one load; differences of means, in %."""
 
     load: int
@@ -70,33 +44,21 @@ class Row(msgspec.Struct):
     ttft: Estimate
     tpot: Estimate
     e2e: Estimate
-    shorter: Estimate
-    verdict: str
+    moved_percent: float | None
+    """Heavy prompts that the arm prefilled elsewhere; null if it moves none."""
+
+    @property
+    def moved(self) -> str:
+        """Format the share of heavy prompts that moved."""
+        return DASH if self.moved_percent is None else f"{self.moved_percent:.0f}"
 
 
-class Level(msgspec.Struct):
-    """An arm at one load, over all orders.
-
-    Latencies are of the steady window, at QUANTILES; the others of all requests.
-    """
-
-    load: int
-    arm: str
-    ttft_ms: list[float]
-    tpot_ms: list[float]
-    requests_per_s: float
-    cached_percent: float
-    """Of the prompt tokens, those that the instance found cached."""
-    most_to_mean: float
-    """Prompt tokens of the instance that got most, over their mean."""
-
-
-class Answer(msgspec.Struct):
-    """An experiment's comparisons and levels, and the commit that ran it."""
+class Answer(msgspec.Struct, frozen=True):
+    """An experiment's comparisons, its orders, and the commit that ran it."""
 
     commit: str | None
+    orders: int
     rows: list[Row]
-    levels: list[Level] = []
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -110,16 +72,13 @@ def run(arguments: argparse.Namespace) -> int:
     answers = earlier(arguments.out.with_suffix(".json"))
     for folder in arguments.runs:
         arms = read_run(folder)
-        commit = arms[0].info.versions.get("git_commit")
         requests = requests_frame(arms)
-        answer = Answer(commit, compared(requests), levels(requests))
-        answers[str(arms[0].info.experiment)] = answer
-    parts = []
-    for name, answer in answers.items():
-        parts += [f"## {name}", rows_table(answer.rows, COMPARED)]
-        if answer.levels:
-            parts.append(rows_table(answer.levels, REACHED))
-        parts.append(f"Run at {answer.commit}.")
+        answers[str(arms[0].info.experiment)] = Answer(
+            arms[0].info.versions.get("git_commit"),
+            requests["repeat"].n_unique(),
+            compared(requests),
+        )
+    parts = [_section(name, answer) for name, answer in answers.items()]
     return publish("questions", arguments.out, parts, answers, {})
 
 
@@ -148,183 +107,63 @@ def compared(requests: pl.DataFrame) -> list[Row]:
     arms = requests["arm"].unique(maintain_order=True).to_list()
     loads: dict[int, list[str]] = {}
     for arm in arms:
-        loads.setdefault(int(arm.partition("@")[2]), []).append(arm.partition("@")[0])
+        name, _, load = arm.partition("@")
+        loads.setdefault(int(load), []).append(name)
     rows = []
-    for load, names in loads.items():
-        baseline, *others = names
+    for load, (baseline, *others) in sorted(loads.items()):
         pairs = [(arm, baseline) for arm in others]
-        pairs += [p for p in ALSO if set(p) <= set(names) and p not in pairs]
-        rows += [
-            row
-            for arm, against in pairs
-            if (row := _row(requests, load, arm, against)) is not None
-        ]
-    return rows
+        pairs += [pair for pair in ALSO if set(pair) <= set(others)]
+        rows += [_row(requests, load, *pair) for pair in pairs]
+    return [row for row in rows if row is not None]
 
 
 def _row(requests: pl.DataFrame, load: int, arm: str, against: str) -> Row | None:
-    found = paired(requests, f"{arm}@{load}", f"{against}@{load}")
-    ttft, tpot, e2e = (found[metric] for metric in METRICS)
-    if ttft is None or tpot is None or e2e is None:
+    metrics = paired(requests, f"{arm}@{load}", f"{against}@{load}")
+    percent = {
+        name: known.percent
+        for name, metric in METRICS.items()
+        if (known := metrics[metric]) is not None
+    }
+    e2e = metrics["e2e_ms"]
+    if e2e is None or len(percent) < len(METRICS):
         return None
-    return Row(
-        load,
-        arm,
-        against,
-        e2e.n,
-        ttft.percent,
-        tpot.percent,
-        e2e.percent,
-        e2e.faster,
-        verdict(e2e),
-    )
+    moved_percent = _moved_percent(requests.filter(pl.col("arm") == f"{arm}@{load}"))
+    return Row(load, arm, against, e2e.n, **percent, moved_percent=moved_percent)
 
 
-def levels(requests: pl.DataFrame) -> list[Level]:
-    """Compute what each arm reaches at each load."""
-    found = []
-    for arm in requests["arm"].unique(maintain_order=True):
-        name, _, load = str(arm).partition("@")
-        own = requests.filter(pl.col("arm") == arm, pl.col("status") == "ok")
-        steady = own.filter(pl.col("window") == "steady")
-        runs = own.group_by("repeat").agg(
-            pl.len() * 1e9 / (pl.col("end_ns").max() - pl.col("sent_ns").min())
-        )
-        tokens = own.group_by("repeat", "instance").agg(pl.sum("usage_prompt_tokens"))
-        balance = tokens.group_by("repeat").agg(
-            pl.max("usage_prompt_tokens") / pl.mean("usage_prompt_tokens")
-        )
-        found.append(
-            Level(
-                load=int(load),
-                arm=name,
-                ttft_ms=_levels(steady["ttft_ms"]),
-                tpot_ms=_levels(steady["tpot_ms"]),
-                requests_per_s=round(_number(runs["len"].mean()), 3),
-                cached_percent=round(
-                    100
-                    * _number(own["cached_tokens"].sum())
-                    / _number(own["input_tokens"].sum()),
-                    1,
-                ),
-                most_to_mean=round(_number(balance["usage_prompt_tokens"].mean()), 3),
-            )
-        )
-    return found
+def _moved_percent(requests: pl.DataFrame) -> float | None:
+    """Return the share of an arm's heavy prompts that were prefilled elsewhere."""
+    heavy = requests.filter(pl.col("decided_class").is_in(HEAVY))
+    moved = int(heavy["prefill_instance"].is_not_null().sum())
+    return round(100 * moved / heavy.height, 1) if moved else None
 
 
-def _number(value: Any) -> float:
-    return float(value or 0)
-
-
-def _levels(times_ms: pl.Series) -> list[float]:
-    return [round(_number(times_ms.quantile(q)), 2) for q in QUANTILES]
-
-
-def verdict(e2e: Paired) -> str:
-    """Judge a difference of mean E2E by the rule of README.md."""
-    interval = e2e.percent.ci95
-    if interval is None:
-        return "undecided"
-    low, high = interval
-    if low <= 0 <= high or abs(e2e.percent.value) < MATTERS_PERCENT:
-        return "no difference that matters"
-    return "worse" if low > 0 else "better"
-
-
-COMPARED = {
-    "per instance": "{row.load}",
+COLUMNS = {
     "arm": "`{row.arm}`",
     "against": "`{row.against}`",
-    "n": "{row.n:,}",
-    "TTFT %": "{row.ttft:+.1f}",
-    "TPOT %": "{row.tpot:+.1f}",
-    "E2E %": "{row.e2e:+.1f}",
-    "E2E shorter in %": "{row.shorter.value:.0f}",
-    "verdict": "{row.verdict}",
+    "load": "{row.load}",
+    "TTFT, %": "{row.ttft:+.1f}",
+    "TPOT, %": "{row.tpot:+.1f}",
+    "E2E, %": "{row.e2e:+.1f}",
 }
-REACHED = {
-    "per instance": "{row.load}",
-    "arm": "`{row.arm}`",
-    "TTFT p50/p95/p99, ms": "{row.ttft_ms[0]:,.0f} / {row.ttft_ms[1]:,.0f} / "
-    "{row.ttft_ms[2]:,.0f}",
-    "TPOT p50/p95/p99, ms": "{row.tpot_ms[0]:.1f} / {row.tpot_ms[1]:.1f} / "
-    "{row.tpot_ms[2]:.1f}",
-    "requests/s": "{row.requests_per_s:.2f}",
-    "prompt cached or received, %": "{row.cached_percent:.1f}",
-    "most loaded, of mean": "{row.most_to_mean:.2f}",
-}
+MOVED = {"heavy prompts moved, %": "{row.moved}"}
+
+
+def _section(name: str, answer: Answer) -> str:
+    """Return an experiment's table below its name."""
+    moves = any(row.moved_percent is not None for row in answer.rows)
+    table = rows_table(answer.rows, COLUMNS | MOVED if moves else COLUMNS)
+    made = f"{answer.orders} orders, at {str(answer.commit)[:7]}."
+    return f"### {name}\n\n{made}\n\n{table}"
 
 
 def figure(result: dict[str, Any]) -> str:
-    """Return the differences of means in %, a table for each experiment."""
-    answers = {
-        name: msgspec.convert(document, Answer)
+    """Return the differences of means, a table for each experiment."""
+    return "\n\n".join(
+        _section(name, msgspec.convert(document, Answer))
         for name, document in result.items()
         if name != "provenance"
-    }
-    settings = {
-        name: answer for name, answer in answers.items() if name.startswith(IN_SETTINGS)
-    }
-    parts = [
-        _differences(name, answer)
-        for name, answer in answers.items()
-        if name not in settings and name not in NOT_SHOWN
-    ]
-    return "\n\n".join(parts + ([_survival(settings)] if settings else []))
-
-
-def _differences(name: str, answer: Answer) -> str:
-    metric = "ttft" if name in BY_TTFT else "e2e"
-    loads = sorted({row.load for row in answer.rows})
-    cells: dict[tuple[str, str], dict[int, str]] = {}
-    for row in answer.rows:
-        pair = cells.setdefault((row.arm, row.against), {})
-        pair[row.load] = f"{getattr(row, metric):+.1f}"
-    lines = [
-        [f"`{arm}`", f"`{against}`", *(of.get(load, "") for load in loads)]
-        for (arm, against), of in cells.items()
-    ]
-    title = f"{name}, {metric.upper()}, at {str(answer.commit)[:7]}"
-    return table([title, "against", *map(str, loads)], lines)
-
-
-def _survival(settings: dict[str, Answer]) -> str:
-    """Return each difference of mean E2E in each setting, and what survives."""
-    found: dict[tuple[int, str, str], dict[str, Estimate]] = {}
-    for name, answer in settings.items():
-        for row in answer.rows:
-            if (row.arm, row.against) in OPEN:
-                pair = row.load, row.arm, row.against
-                found.setdefault(pair, {})[name] = row.e2e
-    commits = {str(answer.commit)[:7] for answer in settings.values()}
-    titles = [name.partition("-")[2] or "as measured" for name in settings]
-    head = [f"{IN_SETTINGS}, at {', '.join(sorted(commits))}", "against", "load"]
-    lines = [
-        [f"`{arm}`", f"`{against}`", str(load)]
-        + [f"{of[name]:+.1f}" if name in of else "" for name in settings]
-        + [survivor(list(of.values()))]
-        for (load, arm, against), of in found.items()
-    ]
-    return table([*head, *titles, "verdict"], lines)
-
-
-def survivor(settings: list[Estimate]) -> str:
-    """Judge one difference over all settings by the second rule of README.md."""
-    signs = Counter(map(_sign, settings))
-    sign, count = signs.most_common(1)[0]
-    if count < SURVIVES_IN or {"worse", "better"} <= signs.keys():
-        return "depends on the setting"
-    if sign != "no difference":
-        return sign
-    most = max(max(-one.low, one.high) for one in settings)
-    return f"no difference above {most:.0f} %"
-
-
-def _sign(e2e: Estimate) -> str:
-    if e2e.ci95 is None:
-        return "undecided"
-    return "worse" if e2e.low > 0 else "better" if e2e.high < 0 else "no difference"
+    )
 
 
 if __name__ == "__main__":

@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Set every figure of the reference study's results beside this project's own.
 
-Reads the committed sweep and runs of two experiments in virtual time (study_sample and
-study_thousand); prints Markdown and writes it with JSON. Of figures that differ
-causes.toml has the cause. `python -m studies.reference_study.sample` has the figures of
-its trace, `python -m studies.reference_study.forward` those of its device.
+Without options this makes README.md and the CSV files beside it again, from the
+committed result, today's sweeps and causes.toml, and notes their inputs. With --sample
+and --thousand, runs of study_sample and study_thousand in virtual time, it makes the
+committed result again first. `python -m studies.reference_study.sample` has the figures
+of the study's trace, `python -m studies.reference_study.forward` those of its device.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import gzip
+import io
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +28,14 @@ from kvtax_fleet.analyze.frames import requests_frame
 
 from kvtax.paths import REPOSITORY
 from kvtax.records import RecordsError
-from studies.harness import main, publish, rows_table
+from kvtax.records.estimate import Estimate
+from kvtax.records.files import write_whole
+from kvtax.report.markdown import table
+from studies.__main__ import pages
+from studies.harness import STUDIES, committed, main, rows_table
 from studies.reference_study import forward, sample
 from studies.reference_study.reference import figures, withdrawn
+from tools import inputs
 
 # Two figures agree if neither is more than a quarter above the other. So do two changes
 # that are as near as a change that does not matter (studies/questions), and two
@@ -48,6 +59,7 @@ class Row(msgspec.Struct):
     near: float = 0.0
     fitted: bool = False
     withdrawn: str = ""
+    ci95: tuple[float, float] | None = None
 
     @property
     def stated(self) -> str:
@@ -55,9 +67,11 @@ class Row(msgspec.Struct):
         return _text(self.study)
 
     @property
-    def found(self) -> str:
-        """The figure here."""
-        return _text(self.here)
+    def ours(self) -> str:
+        """The figure here, with its interval where it has one."""
+        if self.ci95 is None:
+            return _text(self.here)
+        return f"{_text(self.here)} [{', '.join(map(_text, self.ci95))}]"
 
     @property
     def basis(self) -> str:
@@ -77,14 +91,26 @@ class Row(msgspec.Struct):
         return "agrees" if same else "differs"
 
 
+# Of a row that differs; `here` is fitted where it is marked.
 COLUMNS = {
-    "": "{row.what}",
+    "figure": "{row.what}",
     "study": "{row.stated}",
-    "here": "{row.found}",
-    "here is": "{row.basis}",
-    "verdict": "{row.verdict}",
+    "here": "{row.ours}",
     "cause": "{row.note}",
 }
+FIGURES = "figures.csv"
+NO_FIGURE = "nothing here has this figure"
+# All that the page and its CSV files are made of, besides their code.
+INPUTS = (
+    "per_config.json",
+    "studies/gpu/per_config.json",
+    "studies/reference_study/result.json.gz",
+    "studies/reference_study/reference.csv",
+    "studies/reference_study/causes.toml",
+)
+HERE = Path(__file__).parent
+# Of the connector's calls, those that are shown by name.
+MOST_METHODS = 4
 
 
 class Cause(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -123,6 +149,8 @@ class Section:
                 row.note = row.note or cause.note
         if row.verdict == "agrees" and not row.fitted:
             row.note = ""
+        elif here is None:
+            row.note = row.note or NO_FIGURE
         return row
 
     def change(self, what: str, here: float | None) -> Row:
@@ -146,33 +174,50 @@ SUBSTRATE_PART = Section("N: what the substrate costs")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the runs to read, and --out for the page."""
+    """Add the runs to read."""
     for name in ("sample", "thousand"):
-        parser.add_argument(f"--{name}", type=Path, metavar="DIR", required=True)
-    parser.add_argument("--out", type=Path, default=Path("runs/reference_study.md"))
+        parser.add_argument(f"--{name}", type=Path, metavar="DIR")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print and write the page. Returns the exit code. Raises RecordsError."""
-    replay = _analysis(arguments.sample, "study_sample", SAMPLE)["arms"]
-    sections: dict[str, list[Row]] = {
-        REPLAY.title: [*_replay(replay)],
-        BY_CLASS.title: [*_classes(replay, requests_of(arguments.sample))],
-        OFFLOADING.title: [*_elastic(replay)],
-        CACHE.title: [*_cache(replay)],
-        THOUSAND.title: [*_thousand(arguments.thousand)],
+    """Write the page and its files. Returns the exit code. Raises RecordsError."""
+    if (arguments.sample is None) != (arguments.thousand is None):
+        raise RecordsError("give both of --sample and --thousand, or neither")
+    if arguments.sample is not None:
+        simulated = simulated_rows(arguments.sample, arguments.thousand)
+        content = gzip.compress(msgspec.json.encode({"rows": simulated}), mtime=0)
+        write_whole(HERE / "result.json.gz", content)
+    for name, text in tables().items():
+        write_whole(HERE / name, text.encode())
+    page = HERE / "README.md"
+    write_whole(page, pages()[page].encode())
+    for made in (page.name, FIGURES):
+        name = f"studies/reference_study/{made}"
+        inputs.note(name, [*INPUTS])
+    print(f"wrote {page}, {', '.join(tables())} and {inputs.LOCK}")
+    return 0
+
+
+def simulated_rows(replay: Path, thousand: Path) -> dict[str, list[Row]]:
+    """Set the figures of R beside those of its two simulated runs, by section."""
+    arms = _analysis(replay, "study_sample", SAMPLE)["arms"]
+    return {
+        REPLAY.title: [*_replay(arms)],
+        BY_CLASS.title: [*_classes(arms, requests_of(replay))],
+        OFFLOADING.title: [*_elastic(arms)],
+        CACHE.title: [*_cache(arms)],
+        THOUSAND.title: [*_thousand(thousand)],
+    }
+
+
+def sections_now() -> dict[str, list[Row]]:
+    """Return the committed simulated rows, and those of today's sweeps."""
+    simulated = committed("reference_study", "rows", dict[str, list[Row]])
+    return simulated | {
         STEPS.title: [*_steps()],
         FRAMEWORK_PART.title: [*_framework()],
         SUBSTRATE_PART.title: [*SUBSTRATE_PART.stated_alone()],
     }
-    parts = [
-        f"Agrees: within a factor of {AGREES_WITHIN:g}, {NEAR_PERCENT:g} points of a "
-        f"change in %, or {NEAR_US_PER_1K_BLOCKS:g} µs of a slope. Times in s, "
-        "TPOT in ms."
-    ]
-    for title, rows in sections.items():
-        parts += [f"## {title}", rows_table(rows, COLUMNS)]
-    return publish("reference_study", arguments.out, parts, {"rows": sections}, {})
 
 
 def _text(figure: float | None) -> str:
@@ -366,7 +411,7 @@ def _number(value: Any) -> float | None:
 
 
 SWEEPS = {
-    "one H100": REPOSITORY / "studies" / "gpu" / "per_config.json",
+    "one H100": STUDIES / "gpu" / "per_config.json",
     "a CPU host": REPOSITORY / "per_config.json",
 }
 STEP_COSTS = {
@@ -376,30 +421,73 @@ STEP_COSTS = {
 }
 
 
+class Config:
+    """A config of a sweep's per_config.json; what it does not have is None."""
+
+    def __init__(self, sweep: Path, name: str) -> None:
+        configs = msgspec.json.decode(sweep.read_bytes())["configs"]
+        self._entry: Any = configs.get(name)
+
+    def at(self, *path: str) -> Any:
+        """Return the entry at a path of names."""
+        entry = self._entry
+        for name in path:
+            entry = entry.get(name) if isinstance(entry, dict) else None
+        return entry
+
+    def number(self, *path: str) -> float | None:
+        """Return the number at a path of names."""
+        return _number(self.at(*path))
+
+    def us_per_step(self, kind: str, names: Iterable[str]) -> float | None:
+        """Sum what methods or threads take in a step; None where one is missing."""
+        taken = [self.number(kind, name, "us_per_step") for name in names]
+        known = [us for us in taken if us is not None]
+        return sum(known) if len(known) == len(taken) else None
+
+
 def _steps() -> Iterator[Row]:
     for where, path in SWEEPS.items():
-        configs = msgspec.json.decode(path.read_bytes())["configs"]
-
-        def row(figure: str, here: float, near: float = 0.0, where: str = where) -> Row:
-            return STEPS.row(f"{where}: {figure}", here, near, figure)
-
         for name, config in STEP_COSTS.items():
-            found = configs[config]
-            # Not reached on the H100.
-            if found["schedule_us"] is None:
-                continue
+            own = Config(path, config)
             slope = f"{name}: µs per 1,000 blocks"
-            held = found["slope_us_per_1k_blocks"]["schedule"]["value"]
-            yield STEPS.row(f"{where}: {slope}, held", held)
-            if growth := found["growth_slope_us_per_1k_blocks"]:
-                yield row(slope, growth["value"], NEAR_US_PER_1K_BLOCKS)
-            yield row(f"{name}: schedule p50, µs", found["schedule_us"]["p50"])
-        walk = configs["mooncake_both_hash_sync"]
-        share = 100 * walk["build_meta_us"]["p50"] / walk["schedule_us"]["p50"]
-        yield row("build_meta, % of schedule", share)
-        for quantile in ("p50", "p90", "p99"):
-            level = walk["get_finished_us"][quantile]
-            yield row(f"get_finished {quantile}, µs", level)
+            held, grown = "slope_us_per_1k_blocks", "growth_slope_us_per_1k_blocks"
+            beside_nothing = f"{where}: {slope}, held"
+            level = own.at(held, "timed") or own.at(held, "schedule")
+            yield _with_interval(STEPS.row(beside_nothing, None), level)
+            near = NEAR_US_PER_1K_BLOCKS
+            row = STEPS.row(f"{where}: {slope}", None, near, slope)
+            yield _with_interval(row, own.at(grown), STEPS, slope)
+            figure = f"{name}: schedule p50, µs"
+            yield _beside(where, figure, own.number("schedule_us", "p50"))
+        walk = Config(path, STEP_COSTS["Mooncake with the walk"])
+        meta, of = (
+            walk.number(f"{name}_us", "p50") for name in ("build_meta", "schedule")
+        )
+        yield _beside(
+            where, "build_meta, % of schedule", 100 * meta / of if meta and of else None
+        )
+        for at in ("p50", "p90", "p99"):
+            level = walk.number("get_finished_us", at)
+            yield _beside(where, f"get_finished {at}, µs", level)
+
+
+def _beside(where: str, figure: str, here: float | None) -> Row:
+    return STEPS.row(f"{where}: {figure}", here, figure=figure)
+
+
+def _with_interval(
+    row: Row, level: Any, section: Section | None = None, figure: str = ""
+) -> Row:
+    """Put a level and its interval into a row; its cause depends on both figures."""
+    if not isinstance(level, dict) or level.get("value") is None:
+        return row
+    if section is not None:
+        row = section.row(row.what, level["value"], row.near, figure)
+    ends = level.get("ci95")
+    return msgspec.structs.replace(
+        row, here=level["value"], ci95=tuple(ends) if ends else None
+    )
 
 
 # Of NIXL's calls, those that the study names as the framework's part, and the others.
@@ -418,38 +506,117 @@ FRAMEWORK = {
 def _framework() -> Iterator[Row]:
     """Yield NIXL's calls by purpose, in % of plain's step."""
     path = SWEEPS["a CPU host"]
-    configs = msgspec.json.decode(path.read_bytes())["configs"]
-    plain, nixl = configs["plain"], configs["nixl_both"]
-    step_us = plain["attribution_us"]["step"]
+    plain, nixl, noop = (Config(path, name) for name in ("plain", "nixl_both", "noop"))
+    step_us = plain.number("attribution_us", "step")
+
+    def row(what: str, us: float | None) -> Row:
+        share = 100 * us / step_us if us is not None and step_us else None
+        return FRAMEWORK_PART.row(f"{what}, % of plain's step", share)
+
     for what, methods in FRAMEWORK.items():
-        us = sum(nixl["methods"][method]["us_per_step"] for method in methods)
-        yield FRAMEWORK_PART.row(f"{what}, % of plain's step", 100 * us / step_us)
-    threads = nixl["threads"].keys() - configs["noop"]["threads"].keys()
-    us = sum(nixl["threads"][thread]["us_per_step"] or 0 for thread in threads)
-    share = 100 * us / step_us
-    yield FRAMEWORK_PART.row("its own threads, % of plain's step", share)
+        yield row(what, nixl.us_per_step("methods", methods))
+    own = (nixl.at("threads") or {}).keys() - (noop.at("threads") or {}).keys()
+    yield row("its own threads", nixl.us_per_step("threads", sorted(own)))
+
+
+HEADS = [
+    "section",
+    "figure",
+    "study",
+    "here",
+    "low",
+    "high",
+    "here is",
+    "verdict",
+    "cause",
+]
+
+
+def tables() -> dict[str, str]:
+    """Return the CSV files beside the page: all figures, populations, the forward."""
+    lines = [
+        [title, row.what, row.stated, _text(row.here), *_ends(row), row.basis]
+        for title, rows in sections_now().items()
+        for row in rows
+    ]
+    judged = [
+        [row.verdict, row.note] for rows in sections_now().values() for row in rows
+    ]
+    return {
+        FIGURES: csv_text(HEADS, map(add, lines, judged)),
+        "populations.csv": csv_text(*sample.population_table()),
+        "forward.csv": csv_text(*forward.forward_table(forward.rows())),
+    }
+
+
+def _ends(row: Row) -> list[str]:
+    return ["", ""] if row.ci95 is None else [_text(end) for end in row.ci95]
+
+
+def csv_text(heads: list[str], lines: Iterable[list[str]]) -> str:
+    """Format lines as CSV."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(heads)
+    writer.writerows(lines)
+    return text.getvalue()
+
+
+def _attribution() -> str:
+    """Make the table of what grows in the walk's step, with intervals."""
+    walk = Config(SWEEPS["a CPU host"], STEP_COSTS["Mooncake with the walk"])
+    slopes = {
+        method: estimate(level)
+        for method, entry in (walk.at("methods") or {}).items()
+        if (level := entry.get("slope_per_1k_blocks"))
+    }
+    steepest = sorted(slopes.items(), key=lambda pair: -abs(pair[1].value))
+    whole = walk.at("connector", "slope_per_1k_blocks")
+    named = [*steepest[:MOST_METHODS]]
+    if whole:
+        named.insert(0, ("all calls of the connector", estimate(whole)))
+    rows = [[f"`{name}`", f"{level:.1f}"] for name, level in named]
+    return table(["Mooncake with the walk", "µs per 1,000 cached blocks"], rows)
+
+
+def estimate(level: Any) -> Estimate:
+    """Return a level of per_config.json."""
+    return msgspec.convert(level, Estimate)
 
 
 def figure(result: dict[str, Any]) -> str:
-    """Return all tables: a result's, the populations and the forward."""
-    sections = msgspec.convert(result["rows"], dict[str, list[Row]])
-    notes = dict.fromkeys(row.note for rows in sections.values() for row in rows)
-    causes = {note: str(number) for number, note in enumerate(filter(None, notes), 1)}
-    parts = {
-        part: rows_table(
-            [
-                msgspec.structs.replace(row, note=causes.get(row.note, ""))
-                for row in rows
-            ],
-            COLUMNS,
-        )
-        for part, rows in sections.items()
+    """Return the rows that differ, with their causes; the others are counted."""
+    sections = sections_now()
+    rows = [row for of in sections.values() for row in of]
+    differing = {
+        title: [row for row in of if row.verdict == "differs"]
+        for title, of in sections.items()
     }
-    listed = [f"{number}. {note}" for note, number in causes.items()]
-    parts["Causes, and what else is not alike"] = "\n".join(listed)
-    parts["Which population each figure is of"] = sample.population_table()
-    parts["The forward"] = forward.forward_table(forward.rows())
-    return "\n\n".join(f"### {part}\n\n{text}" for part, text in parts.items())
+    notes = dict.fromkeys(row.note for of in differing.values() for row in of)
+    causes = {note: str(number) for number, note in enumerate(filter(None, notes), 1)}
+    counts = Counter((row.verdict, row.basis) for row in rows)
+    parts = [
+        f"Of {len(rows)} figures {counts['differs', 'prediction']} predictions and "
+        f"{counts['differs', 'input']} inputs differ, "
+        f"{counts['agrees', 'prediction']} predictions and "
+        f"{counts['agrees', 'input']} inputs agree, and "
+        f"{sum(row.verdict == 'theirs withdrawn' for row in rows)} are withdrawn by "
+        "their authors. The rest has no figure on one of the sides."
+    ]
+    for title, of in differing.items():
+        if of:
+            shown = [
+                msgspec.structs.replace(
+                    row,
+                    what=f"{row.what} (fitted)" if row.fitted else row.what,
+                    note=causes.get(row.note, ""),
+                )
+                for row in of
+            ]
+            parts.append(f"**{title}**\n\n{rows_table(shown, COLUMNS)}")
+    parts.append(_attribution())
+    parts.append("\n".join(f"{number}. {note}" for note, number in causes.items()))
+    return "\n\n".join(parts)
 
 
 if __name__ == "__main__":

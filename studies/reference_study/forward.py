@@ -112,21 +112,19 @@ def prefill_ms(forward: Forward, tokens: int) -> float:
     return us / 1e3
 
 
-def forward_table(beside: list[Row]) -> str:
-    """Format the rows as Markdown."""
-    return table(
-        ["", "measured, ms", "profile, ms", "off by", ""],
+def forward_table(beside: list[Row]) -> tuple[list[str], list[list[str]]]:
+    """Return the heads and lines of a table of the rows."""
+    heads = ["forward", "measured, ms", "profile, ms", "off by, %", "length"]
+    return heads, [
         [
-            [
-                row.what,
-                f"{row.measured_ms:,g}",
-                f"{row.here_ms:,.1f}",
-                f"{row.off:+.1%}".replace("%", " %"),
-                "fitted" if row.fitted else "held out",
-            ]
-            for row in beside
-        ],
-    )
+            row.what,
+            f"{row.measured_ms:g}",
+            f"{row.here_ms:.1f}",
+            f"{100 * row.off:+.1f}",
+            "fitted" if row.fitted else "held out",
+        ]
+        for row in beside
+    ]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -136,7 +134,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the fit, and the profile beside all that was measured."""
     print("\n".join(f"{name} = {value:g}" for name, value in fit()._asdict().items()))
-    print(forward_table(rows()))
+    print(table(*forward_table(rows())))
     return 0
 
 

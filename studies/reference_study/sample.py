@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         source = {"made_by": "python -m studies.reference_study.sample"}
         header = {"requests": len(requests), "source": source}
         write_trace(arguments.out, header, requests)
-    print(population_table())
+    print(table(*population_table()))
     return 0
 
 
@@ -168,8 +168,8 @@ def _imbalance(requests: list[Request]) -> float:
     return max(tokens) / min(tokens)
 
 
-def population_table() -> str:
-    """Format each figure with its population, and the twin's where it is fitted."""
+def population_table() -> tuple[list[str], list[list[str]]]:
+    """Return heads and lines: each figure, and the twin's where it is fitted."""
     twin = {(row.population, row.name): row for row in figures(sampled_requests())}
     lines = []
     for population in POPULATIONS:
@@ -179,21 +179,21 @@ def population_table() -> str:
                 [
                     population.removeprefix("population: "),
                     row["figure"],
-                    f"{float(row['value']):,.10g}",
+                    f"{float(row['value']):.10g}",
                     row["source"],
-                    "-" if fitted is None else f"{fitted.here:,.1f}",
+                    "-" if fitted is None else f"{fitted.here:.1f}",
                     _tolerance(fitted),
                     row["withdrawn"],
                 ]
             )
     heads = ["population", "figure", "study", "stated in"]
-    return table([*heads, "sample here", "held within", "withdrawn"], lines)
+    return [*heads, "sample here", "held within", "withdrawn"], lines
 
 
 def _tolerance(fitted: Figure | None) -> str:
     if fitted is None:
         return "-"
-    return "not" if fitted.tolerance is None else f"{fitted.tolerance:,g}"
+    return "not" if fitted.tolerance is None else f"{fitted.tolerance:g}"
 
 
 if __name__ == "__main__":

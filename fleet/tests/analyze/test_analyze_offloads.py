@@ -23,7 +23,7 @@ from kvtax_fleet.analyze.analysis import analyse
 from kvtax_fleet.analyze.arm_runs import ArmRun, read_run
 from kvtax_fleet.analyze.frames import requests_frame
 from kvtax_fleet.analyze.offloads import ENGINE_PHASES, engine_phases, offloads
-from kvtax_fleet.analyze.request_tables import WorkloadSpread, moves, workload
+from kvtax_fleet.analyze.request_tables import WorkloadSpread, workload
 from kvtax_fleet.records.arm import ArmRecord
 from kvtax_fleet.records.decisions import (
     Candidate,
@@ -148,25 +148,6 @@ def turn(
     )
 
 
-def test_a_move_is_held_against_the_turn_before_it() -> None:
-    moving = {"prefill_instance": "i0", "moves_from": "i0"}
-    decisions = [decision(0), decision(1, **moving), decision(2), decision(3, **moving)]
-    failed = Offload("i0", 0, failure="handover_slow")
-    offloaded = [None, used(0, 1, 1), None, failed]
-    ends = [ended(n, offload) for n, offload in enumerate(offloaded)]
-    turns = [turn(0, 100, 30), turn(1, 170, 22), turn(2, 90, 22), turn(3, 900, 60)]
-    found = moves(requests_frame([arm(decisions, ends, turns)]))
-    assert (found.decided, found.arrived, found.pairs) == (2, 1, 1)
-    assert (found.moved_tokens, found.relief_tokens) == (30_000, 900)
-    assert found.ttft_added_ms == pytest.approx(70)
-    assert found.tpot_saved_ms == pytest.approx(8)
-
-
-def test_nothing_is_said_of_moves_where_nothing_moves() -> None:
-    run = arm([decision(0)], [ended(0, None)], [turn(0, 1, 1)])
-    assert moves(requests_frame([run])) is None
-
-
 def test_the_workload_is_what_was_asked_for(tmp_path: Path) -> None:
     (run, *_) = read_run(write_run(tmp_path, [Truth("linear")]))
     made = workload(requests_frame([run]))
@@ -193,18 +174,15 @@ def test_the_report_has_a_section_for_each_only_where_there_is_something(
     _, report = analysed(tmp_path / "a", Truth("linear"))
     assert "## Workload" in report
     assert "| turns per session | 6 |" in report
-    for section in ("## Offloads", "## Migrated sessions"):
-        assert section not in report
-    decisions = [decision(n, prefill_instance="i0", moves_from="i0") for n in range(9)]
+    assert "## Offloads" not in report
+    decisions = [decision(n, prefill_instance="i0") for n in range(9)]
     turns = [turn(n) for n in range(9)]
     ends = [ended(n, used(0, 100, 20)) for n in range(9)]
     run = arm(decisions, ends, turns)
     analysis = analyse([run], MODEL, 100.0)
-    assert analysis.document["arms"]["elastic"]["moves"]["arrived"] == 9
     report = text_of(analysis)
     assert f"| `elastic` | 9 | 9 (100.0%) | 9 | {DASH} | {DASH} |" in report
     assert "P's queue and prefill | 100" in report
-    assert "| `elastic` | 9 | 9 | 270 | 900 |" in report
 
 
 ID = "s%C3%A4/3"  # as the header had it

@@ -86,7 +86,6 @@ def test_a_warm_instance_shows_in_the_records_alone(tmp_path):
         ("top_sessions", {"giants": 5}),
         ("arm_failed", {"status": "failed"}),
         ("drain", {"steady_share": 0.5}),
-        ("record_incomplete", {"misplaced": 3}),
     ],
 )
 def test_a_doubt_is_told_and_only_that(tmp_path: Path, kind: str, fault: dict) -> None:

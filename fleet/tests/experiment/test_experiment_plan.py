@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from kvtax.cli import Exit, main
 from kvtax.config import ConfigError
 from kvtax.run_folder import RunFolderError
-from msgspec.structs import replace
 
 from kvtax_fleet.experiment.config import (
     Arm,
@@ -216,6 +215,12 @@ def test_a_run_goes_on_as_the_same_experiment_in_the_same_time_alone(tmp_path):
         prepare(other, out, False)
 
 
+def test_in_virtual_time_an_arm_that_equals_another_does_not_run():
+    arms = {"first": Arm("linear"), "a": Arm("linear"), "b": Arm("lmetric")}
+    runs = plan(experiment(arms=arms, repeats=3), virtual=True)
+    assert Counter(run.label for run in runs) == {"a@8": 3, "b@8": 3}
+
+
 def test_an_aa_twin_is_known_wherever_it_stands_in_the_file():
     arms = {"first": Arm("linear"), "a": Arm("linear"), "last": Arm("linear")}
     same = {run.label: run.same_as for run in plan(experiment(arms=arms))}
@@ -317,38 +322,6 @@ def test_the_experiment_that_wrong_files_are_made_of_is_right(tmp_path):
     path = tmp_path / "e.toml"
     path.write_text(BASE)
     assert read_experiment(path).name == "e"
-
-
-def test_a_setting_replaces_forward_and_links_alone():
-    path = CONFIGS / "experiments" / "open_problems.toml"
-    plain = read_experiment(path)
-    layers = plain.arms["elastic_layers"]
-    cheap = read_experiment(path, "cheap_prefill")
-    assert cheap.name == "open_problems-cheap_prefill"
-    was, forward = plain.instance_settings.forward, cheap.instance_settings.forward
-    assert forward.us_per_token == pytest.approx(0.7 * was.us_per_token)
-    assert forward.us_per_kv_token == was.us_per_kv_token
-    assert cheap.transfer(layers) == plain.transfer(layers)
-    slow = read_experiment(path, "slow_links")
-    assert slow.instance_settings == plain.instance_settings
-    for name in ("elastic", "elastic_layers"):
-        before = plain.transfer(plain.arms[name])
-        assert slow.transfer(plain.arms[name]) == replace(before, gbit_s=24)
-
-
-@pytest.mark.parametrize(
-    ("table", "setting", "why"),
-    [
-        ("", "fast", "no setting 'fast'; there are: cheap_prefill, "),
-        ("[settings.fast.forward]\nus_per_tokn = 1", "fast", "no 'us_per_tokn'"),
-    ],
-)
-def test_a_setting_that_is_not_there_is_refused(table, setting, why, tmp_path):
-    path = tmp_path / "e.toml"
-    committed = CONFIGS / "experiments" / "open_problems.toml"
-    path.write_text(f"{committed.read_text()}\n{table}")
-    with pytest.raises(ConfigError, match=why):
-        _ = read_experiment(path, setting).instance_settings
 
 
 @pytest.mark.parametrize(

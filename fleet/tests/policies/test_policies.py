@@ -35,12 +35,9 @@ def decide(
     arrivals: int = 0,
     offloads: int = 0,
     offloaded: int = 0,
-    pinned_turns: int = 0,
-    pinned_at_tokens: int | None = None,
     **parameters: float,
 ) -> Decision:
-    before = pinned_turns, pinned_at_tokens
-    snapshot = Snapshot(candidates, pinned, arrivals, offloads, offloaded, *before)
+    snapshot = Snapshot(candidates, pinned, arrivals, offloads, offloaded)
     return decided(policy, RequestInfo("s", prompt_tokens), snapshot, **parameters)
 
 
@@ -74,8 +71,8 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
     ]
     names = st.sampled_from([candidate.name for candidate in candidates] + ["gone"])
     pinned = draw(st.none() | names)
-    small = st.integers(0, 99), st.integers(0, 3), st.integers(0, 9), st.integers(0, 20)
-    return Snapshot(candidates, pinned, *map(draw, small), draw(st.none() | loads))
+    small = st.integers(0, 99), st.integers(0, 3), st.integers(0, 9)
+    return Snapshot(candidates, pinned, *map(draw, small))
 
 
 requests = st.builds(RequestInfo, st.none() | st.just("s"), st.integers(1, 60_000))
@@ -299,18 +296,6 @@ def test_elastic_offloads_to_prefill_instances_alone_where_there_are_any():
     assert without.prefill == "idle"
 
 
-def test_conserve_prefills_the_first_turn_in_the_pool_and_then_stays():
-    pool = candidate("pool", role="prefill", pending_prefill_tokens=9_000)
-    spare = candidate("spare", role="prefill")
-    a, b = candidate("a", ongoing_tokens=5), candidate("b", ongoing_tokens=900)
-    first = decide("conserve", [a, b, pool, spare])
-    assert (first.instance, first.prefill) == ("a", "spare")
-    later = decide("conserve", [a, b, pool, spare], pinned="b")
-    assert (later.instance, later.prefill) == ("b", None)
-    gone = decide("conserve", [a, pool, spare], pinned="b")
-    assert (gone.instance, gone.prefill) == ("a", "spare")
-
-
 def test_direct_read_names_the_peer_with_the_longest_prefix():
     here = candidate("here", cached_tokens=100)
     some = candidate("some", cached_tokens=650)
@@ -359,14 +344,6 @@ def moves_kv(policy: str, kv_tokens: int | None, in_flight: int) -> bool:
     if policy == "pd_sep":
         pools = [candidate("p", "prefill"), candidate("d", "decode", **target)]
         return decide(policy, pools, 30_000).prefill is not None
-    if policy == "conserve":
-        first = [candidate("p", "prefill"), candidate("d", **target)]
-        return decide(policy, first, 30_000).prefill is not None
-    if policy == "migrate":
-        busy = candidate("a", ongoing_tokens=in_flight + 1)
-        pair = [busy, candidate("b", **target)]
-        turns = {"pinned": "a", "pinned_turns": 10}
-        return decide(policy, pair, 30_000, **turns).prefill is not None
     pair = [candidate("a", **target), candidate("b")]
     return decide(policy, pair, 30_000, "a").prefill is not None
 
@@ -408,60 +385,3 @@ def test_pd_sep_decodes_where_there_is_room():
     decision = decide("pd_sep", [prefill, full], 1_000)
     assert (decision.instance, decision.prefill) == ("d1", None)
     assert decision.reason == "no room for KV to arrive: co-located"
-
-
-GROWN = {"pinned": "a", "pinned_at_tokens": 10_000}
-LEAVES = {
-    "turns": {"pinned": "a", "pinned_turns": 10, "prompt_tokens": 10_000},
-    "growth": GROWN | {"prompt_tokens": 30_000},
-}
-
-
-@pytest.mark.parametrize("why", LEAVES)
-def test_a_session_that_is_due_moves_to_the_least_loaded_with_its_kv(why):
-    busy = candidate("a", ongoing_tokens=900, cached_tokens=9_000)
-    fleet = [busy, candidate("b", ongoing_tokens=300), candidate("c")]
-    decision = decide("migrate", fleet, overload=9, **LEAVES[why])
-    assert (decision.instance, decision.prefill) == ("c", "a")
-    assert decision.moves_from == "a"
-    assert decision.scores == {"a": 900, "b": 300, "c": 0}
-    assert decision.reason.endswith(": moved")
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"pinned_turns": 9, "prompt_tokens": 10_000}, "pinned"),
-        ({"pinned_turns": 0, "prompt_tokens": 29_999}, "pinned"),
-        ({"every_turns": 0, "grown_tokens": 0}, "pinned"),
-        # An older log does not say what its sessions had grown from.
-        ({"pinned_turns": 0, "pinned_at_tokens": None}, "pinned"),
-        ({"offloads": 2}, "pinned: 10 turns there, but 2 offloads under way"),
-    ],
-)
-def test_a_session_that_is_not_due_stays(change, says):
-    fleet = [candidate("a", ongoing_tokens=900), candidate("b")]
-    due = GROWN | {"pinned_turns": 10, "prompt_tokens": 30_000}
-    decision = decide("migrate", fleet, overload=9, **due | change)
-    assert (decision.instance, decision.prefill) == ("a", None)
-    assert decision.moves_from is None
-    assert decision.reason == says
-
-
-def test_a_session_stays_where_nobody_has_less_to_do():
-    due = {"pinned": "a", "pinned_turns": 10, "overload": 9}
-    even = [candidate(name, ongoing_tokens=900) for name in "ab"]
-    decision = decide("migrate", even, **due)
-    assert (decision.instance, decision.moves_from) == ("a", None)
-    assert "nobody has less to do" in decision.reason
-    # It cannot prefill what it would send.
-    decodes = [candidate("a", "decode", ongoing_tokens=900), candidate("b")]
-    assert decide("migrate", decodes, **due).moves_from is None
-
-
-def test_a_new_session_and_an_overload_are_linears():
-    fleet = [candidate("a", ongoing_tokens=900), candidate("b"), candidate("c")]
-    due = {"pinned_turns": 10, "pinned_at_tokens": 0, "prompt_tokens": 30_000}
-    assert decide("migrate", fleet, **due) == decide("linear", fleet, **due)
-    pinned = due | {"pinned": "a"}
-    assert decide("migrate", fleet, **pinned) == decide("linear", fleet, **pinned)

@@ -378,40 +378,6 @@ def test_where_no_kv_arrives_the_next_request_does_not_wait_for_it(two, tmp_path
         on.accounted(2)
 
 
-def test_a_session_that_migrates_is_served_where_its_kv_has_come_to(two, tmp_path):
-    """Its KV moves once; the turns after that hit the cache there."""
-    every = ("--parameters", "every_turns=2", "grown_tokens=0", "overload=9")
-    # Long enough for the proxy to know where it is cached.
-    history = unlike(701) * 3
-    before = [one.metrics()[EXTERNAL] for one in two]
-
-    def turn(number: int) -> None:
-        asked = ask(history + [number] * 16 * number)
-        answer = post(on.url, asked, X_Session_Id="s", X_Request_Id=f"s{number}")
-        assert answer.status == 200
-        on.end(f"s{number}")
-
-    with proxy(tmp_path, named(two), "migrate", *every) as on:
-        turn(0)
-        turn(1)
-        # Another session that begins like it keeps its instance busy.
-        with connect(on.url, ask(history + unlike(700) * 2, max_tokens=20_000)):
-            until(lambda: sum(one.metrics()[RUNNING] for one in two) == 1, "idle")
-            turn(2)
-        turn(3)
-        places = [went_to(on, f"s{turn}") for turn in range(4)]
-        first = places[0][0]
-        (second,) = {"a", "b"} - {first}
-        assert places == [(first, None), (first, None), (second, first), (second, None)]
-        decision = next(one for one in on.lines("decision") if one["id"] == "s2")
-        assert decision["moves_from"] == first
-        assert decision["snapshot"]["pinned_turns"] == 2
-        assert on.end("s2")["prefill_instance"] == first
-        place = "ab".index(second)
-        assert two[place].metrics()[EXTERNAL] - before[place] >= 600
-        on.idle()
-
-
 def test_kv_goes_to_no_instance_without_room_for_it(two, tmp_path):
     small = [msgspec.structs.replace(one, kv_tokens=220) for one in named(two)]
     with proxy(tmp_path, small, "elastic", *HEAVY_FROM) as on:

@@ -8,7 +8,7 @@ from kvtax.engine.null_model import Forward
 from kvtax_fleet.launch.instance_settings import Transfer
 from kvtax_fleet.records.host_times import StepTime, StepTimes
 from kvtax_fleet.simulate.cost import Step, StepCost
-from kvtax_fleet.simulate.transfers import Links
+from kvtax_fleet.simulate.links import Links
 
 STEP = Step(
     requests=3,

@@ -22,8 +22,7 @@ from kvtax_fleet.analyze.comparison import Comparison, comparisons
 from kvtax_fleet.analyze.fleet_warnings import WarningEntry
 from kvtax_fleet.analyze.frames import requests_frame, steady_window_ns
 from kvtax_fleet.analyze.offloads import Offloads, offloads
-from kvtax_fleet.analyze.ranking import Rank, ranking, twins_of
-from kvtax_fleet.analyze.substrate import Layer, SubstrateChain, layer_of, substrate
+from kvtax_fleet.analyze.ranking import Rank, ranking
 from kvtax_fleet.records.arm import OUR_PROXY, ArmRecord
 
 SCHEMA = "kvtax.fleet_analysis/1"
@@ -116,12 +115,8 @@ class ArmAnalysis(msgspec.Struct, kw_only=True):
     another router."""
     belief: cache.Belief | None
     """Error of that knowledge; null if it was not checked."""
-    offline: dict[str, what_if.Disagreement | None] | None
-    """By policy, on the recorded decisions; null without any."""
     offloads: Offloads | None
     """Prefills on another instance; null without any."""
-    moves: request_tables.Moves | None
-    """Sessions moved with their KV; null if the policy moves none."""
 
 
 class FleetAnalysis(msgspec.Struct, tag_field="schema", tag=SCHEMA):
@@ -139,22 +134,10 @@ class FleetAnalysis(msgspec.Struct, tag_field="schema", tag=SCHEMA):
     """Each arm with its baseline."""
     migration: Migration | None
     """Null if no run finished."""
-    substrate: list[SubstrateChain]
-    """What each connector adds to the one before; empty if no config has a `layer`."""
     warnings: list[WarningEntry]
     """What makes a figure doubtful."""
     ranking: list[Rank] = []
     """Arms by mean E2E, the best of each concurrency first; missing in old ones."""
-
-    def without_twins(self) -> FleetAnalysis:
-        """Leave out arms that are equal to another one to the byte."""
-        twins = twins_of(self.comparisons, self.made.virtual)
-        return msgspec.structs.replace(
-            self,
-            arms={arm: of for arm, of in self.arms.items() if arm not in twins},
-            comparisons=[c for c in self.comparisons if c.arm not in twins],
-            ranking=[rank for rank in self.ranking if rank.arm not in twins],
-        )
 
 
 @dataclass(frozen=True)
@@ -216,12 +199,9 @@ def analyse(runs: list[ArmRun], model: str, bandwidth_gbit_s: float) -> Analysis
     warnings = fleet_warnings.run_warnings(runs)
     counted = request_tables.outcomes(everything)
     levels = request_tables.latency_table(requests, draws)
-    policies = _our_policies(runs)
     arms = {}
     for arm, own in by_arm(runs).items():
         info = own[0].info
-        offline = what_if.disagreements(own[0].folder, policies)
-        warnings += fleet_warnings.offline_warnings(arm, offline)
         answered = requests.filter(pl.col("arm") == arm)
         arms[arm] = ArmAnalysis(
             router=info.router,
@@ -236,11 +216,9 @@ def analyse(runs: list[ArmRun], model: str, bandwidth_gbit_s: float) -> Analysis
             else None,
             cache_state=info.cache_state,
             belief=cache.belief(answered, block_tokens(own)),
-            offline=offline,
             offloads=offloads(own, answered, draws),
-            moves=request_tables.moves(answered),
         )
-    compared, spreads = comparisons(runs, requests, draws)
+    compared = comparisons(runs, requests, draws)
     warnings += fleet_warnings.noise_warnings(compared)
     results = FleetAnalysis(
         experiment=runs[0].info.experiment,
@@ -250,32 +228,9 @@ def analyse(runs: list[ArmRun], model: str, bandwidth_gbit_s: float) -> Analysis
         comparisons=compared,
         ranking=ranking(finished, requests, compared),
         migration=_migration(finished, requests, model, link),
-        substrate=substrate(
-            requests, _layers(by_arm(runs), arms, compared), draws, spreads
-        ),
         warnings=warnings,
     )
     return Analysis(results, requests)
-
-
-def _layers(
-    runs: dict[str, list[ArmRun]],
-    arms: dict[str, ArmAnalysis],
-    compared: list[Comparison],
-) -> dict[str, tuple[Layer, str | None, int | None]]:
-    """Find the layers of arms with requests that may be compared."""
-    refused = {comparison.arm for comparison in compared if comparison.refused}
-    return {
-        arm: (layer, arms[arm].policy, arms[arm].concurrency)
-        for arm, own in runs.items()
-        if (layer := layer_of(own[0].info)) and arm not in refused and arms[arm].latency
-    }
-
-
-def _our_policies(runs: list[ArmRun]) -> list[str]:
-    """Name the policies of the arms behind our proxy, in alphabetical order."""
-    ours = {run.info.policy for run in runs if run.info.router == OUR_PROXY}
-    return sorted(policy for policy in ours if policy is not None)
 
 
 def _policy(info: ArmRecord) -> str | None:

@@ -160,8 +160,8 @@ def _percent(
 
 def comparisons(
     runs: list[ArmRun], requests: pl.DataFrame, draws: SessionDraws
-) -> tuple[list[Comparison], Spreads]:
-    """Compare every arm with its baseline; also return the spread between runs."""
+) -> list[Comparison]:
+    """Compare every arm with its baseline."""
     arms = {run.info.arm: run.info for run in runs}
     first = runs[0].info.arm
     baselines = {arm: info.baseline or first for arm, info in arms.items()}
@@ -191,7 +191,7 @@ def comparisons(
         entry.verdicts = verdicts(entry.percent, entry.reach)
         if info.virtual:
             entry.paired = paired(pair, arm, baseline)
-    return found, spreads
+    return found
 
 
 def _reaches(spreads: Spreads, arm: str, baseline: str) -> Reaches:

@@ -49,7 +49,7 @@ def write_reports(
     analysis = analyse(read_run(run_dir), model, bandwidth_gbit_s)
     out.mkdir(parents=True, exist_ok=True)
     write_document(out / "analysis.json", analysis.results)
-    loads = [*by_load(analysis.results.without_twins().ranking).values()]
+    loads = [*by_load(analysis.results.ranking).values()]
     page = report_page(analysis.results, [draw_ranking(loads, out)] if loads else [])
     write_whole(out / "report.md", render.markdown(page).encode())
     write_whole(out / "report.html", render.html(page).encode())
@@ -101,7 +101,6 @@ def draw_ranking(loads: list[list[Rank]], out: Path) -> Picture:
 
 def report_page(results: FleetAnalysis, pictures: Iterable[Picture] = ()) -> Page:
     """Make the page of a run; `pictures` are of the ranking."""
-    results = results.without_twins()
     sections: list[Section] = [
         *ranking_table(results),
         *pictures,

@@ -13,7 +13,6 @@ from kvtax_fleet.analyze.arm_runs import ArmRun
 from kvtax_fleet.analyze.cache import Apc
 from kvtax_fleet.analyze.comparison import Comparison
 from kvtax_fleet.analyze.refusals import Fault, faults
-from kvtax_fleet.analyze.what_if import Disagreement
 
 FEW_SESSIONS = 20
 TOP_SESSIONS = 5
@@ -53,8 +52,6 @@ REMEDIES = {
     "instances.",
     "no_counters": "Check that the instance serves /metrics and was not restarted "
     "during the run.",
-    "record_incomplete": "Analyse with the version that made the run. If it is this "
-    "one, the policy uses something that decisions.jsonl does not hold.",
     "uncommitted": "Commit, then run again: nobody can tell what this run measured.",
     "aa_differs": "Take other differences of this size for noise, or add repeats.",
 }
@@ -175,23 +172,6 @@ def cache_warnings(arm: str, repeat: int, cache: Apc) -> list[WarningEntry]:
             message = f"{name}'s counters are missing or went back"
             found.append(doubt("no_counters", message, arm, repeat))
     return found
-
-
-def offline_warnings(
-    arm: str, offline: dict[str, Disagreement | None] | None
-) -> list[WarningEntry]:
-    """Check that the policy that ran agrees with itself on its own record."""
-    for name, entry in (offline or {}).items():
-        if entry and entry.ran and (entry.other_instance or entry.other_prefill):
-            return [
-                doubt(
-                    "record_incomplete",
-                    f"`{name}` decides {entry.other_instance:.2%} of its own "
-                    "recorded snapshots otherwise",
-                    arm,
-                )
-            ]
-    return []
 
 
 def run_warnings(runs: list[ArmRun]) -> list[WarningEntry]:

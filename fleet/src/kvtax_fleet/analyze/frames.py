@@ -79,8 +79,6 @@ DECISION_COLUMNS: dict[str, Any] = {
     "decided_instance": pl.String,
     "read_from": pl.String,
     "decided_class": pl.String,
-    "moves_from": pl.String,
-    "relief_tokens": pl.Int64,
     "asked_tokens": pl.Int64,
     "believed_cached": pl.Int64,
     "believed_cached_at_prefill": pl.Int64,
@@ -134,8 +132,6 @@ def _decided(line: DecisionRecord) -> dict[str, Any]:
         "decided_instance": line.instance,
         "read_from": line.read_from,
         "decided_class": line.kind,
-        "moves_from": line.moves_from,
-        "relief_tokens": _relief_tokens(line),
         "asked_tokens": line.prompt_tokens,
         "believed_cached": _believed_cached(line, line.instance),
         "believed_cached_at_prefill": _believed_cached(line, line.prefill_instance),
@@ -148,14 +144,6 @@ def _believed_cached(line: DecisionRecord, instance: str | None) -> int | None:
         if candidate.name == instance:
             return candidate.cached_tokens
     return None
-
-
-def _relief_tokens(line: DecisionRecord) -> int | None:
-    """Count the tokens under way that a moved session avoids at its new instance."""
-    if line.moves_from is None:
-        return None
-    under_way = {one.name: one.ongoing_tokens for one in line.snapshot.candidates}
-    return under_way[line.moves_from] - under_way[line.instance]
 
 
 def steady_window_ns(end: ReplayEnd | None) -> tuple[int, int] | None:

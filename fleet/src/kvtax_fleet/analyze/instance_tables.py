@@ -14,9 +14,8 @@ from kvtax.report.document import Cell, Section, Table
 from kvtax.report.markdown import DASH, number
 
 from kvtax_fleet.analyze.analysis import FleetAnalysis, Migration, Repeat
-from kvtax_fleet.analyze.frames import TITLES, Levels
+from kvtax_fleet.analyze.frames import Levels
 from kvtax_fleet.analyze.load import Skew
-from kvtax_fleet.analyze.substrate import SubstrateStep
 from kvtax_fleet.records.arm import OUR_PROXY
 
 PHASES = {
@@ -69,42 +68,6 @@ def sections(results: FleetAnalysis) -> Iterator[Section]:
             "KV blocks of one": _blocks,
         },
     )
-    yield from of_arms(
-        "The proxy's belief about caches",
-        "Tokens that the proxy took to be cached at the chosen instance, against the "
-        "server's usage (right: within one block).",
-        "belief",
-        {
-            "requests": lambda belief: f"{belief.n:,}",
-            "right": lambda belief: _share(belief.exact),
-            "believed too much": lambda belief: _share(belief.too_high),
-            "too little": lambda belief: _share(belief.too_low),
-            "mean error, tokens": lambda belief: f"{belief.mean_error_tokens:+,.0f}",
-            "p99 of the error's size": lambda belief: number(
-                belief.p99_abs_error_tokens, 0
-            ),
-        },
-    )
-    yield from of_runs(
-        "Mirror against KV events",
-        "The mirror is the proxy's belief without KV events. Differences from the "
-        "state by KV events: of a prompt, and of all that was cached after the last "
-        "request (above 0: the mirror held more).",
-        "mirror",
-        {
-            "prompts": lambda mirror: f"{mirror.prompts:,}",
-            "mean difference, tokens": lambda mirror: number(
-                mirror.mean_difference_tokens
-            ),
-            "held at the end, tokens": lambda mirror: (
-                "not counted"
-                if mirror.held_difference_tokens is None
-                else f"{mirror.held_difference_tokens:+,}"
-            ),
-            "gaps in the events": lambda mirror: f"{mirror.gaps}",
-            "events complete": lambda mirror: _yes(mirror.complete),
-        },
-    )
     yield from _table(
         "Balance",
         "Token imbalance: max/min over the instances of prompt and generated tokens (a "
@@ -118,38 +81,6 @@ def sections(results: FleetAnalysis) -> Iterator[Section]:
             "thousand tokens by instance": lambda run: _listed(
                 f"{name} {n / 1e3:,.0f}" for name, n in run.imbalance.tokens.items()
             ),
-        },
-    )
-    yield from of_runs(
-        "Accumulated sessions",
-        "In the steady window. A session lives at the instance of its latest request, "
-        "until its next request or its end.",
-        "accumulation",
-        {
-            "most sessions at one instance": lambda lives: (
-                f"{max(held.peak for held in lives.sessions.values())}"
-            ),
-            "max/mean over time": lambda lives: _mean(lives.sessions_skew),
-            "most thousand context tokens at one": lambda lives: number(
-                max(held.peak for held in lives.tokens.values()) / 1e3, 0
-            ),
-            "max/mean of them": lambda lives: _mean(lives.tokens_skew),
-        },
-    )
-    gpus = [
-        (f"{label} {gpu}", use)
-        for label, repeat in runs
-        for gpu, use in (repeat.gpu or {}).items()
-    ]
-    yield from _table(
-        "GPUs",
-        "",
-        gpus,
-        {
-            "busy %, mean": lambda use: number(use.utilization_percent),
-            "MiB, most": lambda use: number(use.memory_used_mib_max, 0),
-            "W, mean": lambda use: number(use.power_w, 0),
-            "samples": lambda use: f"{use.samples}",
         },
     )
     yield from of_arms(
@@ -180,26 +111,7 @@ def sections(results: FleetAnalysis) -> Iterator[Section]:
         },
     )
     yield from _phase_tables(results)
-    yield from of_arms(
-        "Migrated sessions",
-        "A moved turn against the turn before it of the same session: medians over the "
-        "pairs. Other differences between the two turns are in them, too.",
-        "moves",
-        {
-            "moves": lambda moves: f"{moves.decided:,}",
-            "KV arrived": lambda moves: f"{moves.arrived:,}",
-            "thousand tokens moved": lambda moves: number(moves.moved_tokens / 1e3, 0),
-            "fewer tokens under way there": lambda moves: number(
-                moves.relief_tokens, 0
-            ),
-            "TTFT added, ms": lambda moves: _signed(moves.ttft_added_ms),
-            "TPOT saved, ms": lambda moves: _signed(moves.tpot_saved_ms),
-            "pairs": lambda moves: f"{moves.pairs:,}",
-        },
-    )
     yield from migration_table(results.migration)
-    yield from _substrate_table(results)
-    yield from _policies_table(results)
 
 
 def _table(
@@ -249,10 +161,6 @@ def _slope(level: Estimate) -> str:
 
 def _counts(counts: dict[str, int]) -> str:
     return "; ".join(f"{count} {why}" for why, count in counts.items()) or DASH
-
-
-def _signed(value: float | None) -> str:
-    return DASH if value is None else f"{value:+,.1f}"
 
 
 def level_text(level: Estimate | None) -> str:
@@ -351,58 +259,3 @@ def migration_table(migration: Migration | None) -> Iterator[Table]:
     ):
         table.columns[0] = "sessions move"
         yield table
-
-
-def _substrate_table(results: FleetAnalysis) -> Iterator[Table]:
-    steps = [step for chain in results.substrate for step in chain.steps]
-    places = {step.layer: step.place for step in steps}
-    layers = sorted(places, key=places.__getitem__)
-    rows = [
-        [
-            f"{TITLES[chain.metric]} {chain.quantile}",
-            f"{chain.policy}@{chain.concurrency}",
-            *(_step(by_layer.get(layer)) for layer in layers),
-        ]
-        for chain in results.substrate
-        for by_layer in [{step.layer: step for step in chain.steps}]
-    ]
-    note = (
-        "ms; first a level, then what each connector adds to the one before, with 95 % "
-        "intervals over sessions and runs."
-    )
-    columns = ["", "policy", *layers]
-    if rows:
-        yield Table(title="Substrate", note=note, columns=columns, rows=rows)
-
-
-def _step(step: SubstrateStep | None) -> str:
-    if step is None or step.level is None:
-        return DASH
-    if step.added is None:
-        return number(step.level.value)
-    return f"{step.added:+,.2f}" if step.added.ci95 else DASH
-
-
-def _policies_table(results: FleetAnalysis) -> Iterator[Table]:
-    """Show how often another policy would have chosen another instance."""
-    offline = [(f"`{arm}`", entry.offline) for arm, entry in results.arms.items()]
-    policies = next((list(of) for _, of in offline if of), [])
-
-    def cell(policy: str) -> Callable[[Any], Cell]:
-        def share(of: Any) -> str:
-            entry = of[policy]
-            if entry is None:
-                return DASH
-            text = _share(entry.other_instance)
-            return f"({text})" if entry.ran else text
-
-        return share
-
-    return _table(
-        "Policies on the same snapshots",
-        "Share of the arm's recorded snapshots (first repeat) on which the policy of "
-        "the column chooses another instance. The policy that ran, in brackets, must "
-        "be at 0.",
-        offline,
-        {policy: cell(policy) for policy in policies},
-    )

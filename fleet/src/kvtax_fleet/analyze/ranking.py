@@ -2,8 +2,7 @@
 """Rank the arms of each concurrency by mean E2E, against the best of them.
 
 All arms of a concurrency are compared over the same requests, request by request. An
-arm whose comparison was refused has no rank, nor has the second of two equal arms in
-virtual time, which is equal to the byte.
+arm whose comparison was refused has no rank.
 """
 
 from __future__ import annotations
@@ -44,18 +43,13 @@ class Rank(msgspec.Struct, kw_only=True):
     """`best`, or as in `comparisons`."""
 
 
-def twins_of(compared: list[Comparison], is_virtual: bool) -> set[str]:
-    """Name the arms that repeat another one to the byte: those of virtual time."""
-    return {c.arm for c in compared if c.same} if is_virtual else set()
-
-
 def ranking(
     runs: list[ArmRun], requests: pl.DataFrame, compared: list[Comparison]
 ) -> list[Rank]:
     """Rank the arms, the best of each concurrency first; nothing for a single arm."""
     infos = {run.info.arm: run.info for run in runs}
     is_virtual = any(info.virtual for info in infos.values())
-    left_out = {c.arm for c in compared if c.refused} | twins_of(compared, is_virtual)
+    left_out = {c.arm for c in compared if c.refused}
     groups: dict[int | None, list[str]] = {}
     for arm in requests["arm"].unique(maintain_order=True):
         if arm not in left_out:

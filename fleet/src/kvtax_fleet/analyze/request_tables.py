@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describe the requests of each arm: workload, outcomes, latencies, moved sessions."""
+"""Describe the requests of each arm: workload, outcomes, latencies."""
 
 from __future__ import annotations
 
@@ -81,29 +81,6 @@ class LatencyEntry(msgspec.Struct):
 
 # By window, then by class or "all".
 Latency = dict[str, dict[str, LatencyEntry]]
-
-
-class Moves(msgspec.Struct):
-    """Sessions that a policy moved with their KV.
-
-    Each moved turn is compared with the turn before it: the first token comes later, as
-    the KV has to arrive; later tokens come faster if the new instance has less to do.
-    """
-
-    decided: int
-    """Moves that the policy decided on."""
-    arrived: int
-    """Moves whose KV was used."""
-    moved_tokens: int
-    """Prompt tokens of those."""
-    relief_tokens: float | None
-    """Mean difference of the tokens under way, at the decision."""
-    ttft_added_ms: float | None
-    """Median over the pairs of turns."""
-    tpot_saved_ms: float | None
-    """Median over the pairs of turns."""
-    pairs: int
-    """Pairs of turns."""
 
 
 def workload(requests: pl.DataFrame) -> Workload | None:
@@ -223,32 +200,3 @@ def _latency_entry(requests: pl.DataFrame, draws: SessionDraws) -> LatencyEntry:
         sessions=requests["session"].n_unique(),
         **{name: estimates(quantiles, 4) for name, quantiles in levels.items()},
     )
-
-
-def moves(requests: pl.DataFrame) -> Moves | None:
-    """Describe the moves of one arm, from its requests_frame; None without any."""
-    decided = requests.filter(pl.col("moves_from").is_not_null())
-    if decided.is_empty():
-        return None
-    before = ["repeat", "session"]
-    ordered = requests.sort(*before, "turn").with_columns(
-        (pl.col("ttft_ms") - pl.col("ttft_ms").shift().over(before)).alias("later_ms"),
-        (pl.col("tpot_ms").shift().over(before) - pl.col("tpot_ms")).alias("saved_ms"),
-    )
-    arrived = ordered.filter(
-        pl.col("moves_from").is_not_null(), pl.col("prefill_instance").is_not_null()
-    )
-    pairs = arrived.drop_nulls(["later_ms", "saved_ms"])
-    return Moves(
-        decided=decided.height,
-        arrived=arrived.height,
-        moved_tokens=int(arrived["asked_tokens"].sum()),
-        relief_tokens=_float(decided["relief_tokens"].mean()),
-        ttft_added_ms=_float(pairs["later_ms"].median()),
-        tpot_saved_ms=_float(pairs["saved_ms"].median()),
-        pairs=pairs.height,
-    )
-
-
-def _float(value: object) -> float | None:
-    return value if isinstance(value, float) else None

@@ -1,36 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Effects of other decisions: moved sessions, and other policies.
+"""The effect of moving sessions, simulated.
 
-Migration: the run's requests on sticky sessions that may move. Every session starts at
+The run's requests on sticky sessions that may move. Every session starts at
 the instance that had the fewest tokens so far (the first of several) and stays, except
 that before every k-th turn it moves to the instance with the fewest tokens so far, if
 that is fewer than at its own. Its context moves with it: context tokens x KV bytes per
 token / bandwidth. Requests keep the send and end times of the run, so this shows how
 even the load would get and what moving would cost, not the latencies.
-
-Policies: every recorded snapshot is given to the policies of all arms
-(kvtax_fleet.policies.replay). The shares show how far apart two policies are, decision
-by decision, not what would have followed, as the snapshots come from the policy that
-ran. The policy that ran, given its own snapshots and parameters, must decide as before:
-else the record is not complete.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import polars as pl
 from kvtax.paths import CONFIGS
-from kvtax.records import RecordsError
 
 from kvtax_fleet.analyze.load import Skew, Window, hotspot, max_over_min
-from kvtax_fleet.policies import PolicyError, parameters_of
-from kvtax_fleet.policies.decision import NoInstance
-from kvtax_fleet.policies.replay import differences, read_decisions
 
 # Experiments cut sessions to a few turns: some of these find no turn to move before.
 EVERY = (None, 10, 5, 2)
@@ -56,19 +45,6 @@ class MigrationRule(msgspec.Struct):
     """Time of all moves."""
     transfer_ms_max: float
     """Time of the longest move."""
-
-
-class Disagreement(msgspec.Struct):
-    """Shares of the `n` recorded decisions that a policy would have taken otherwise."""
-
-    n: int
-    """Recorded decisions."""
-    other_instance: float
-    """Share with another instance."""
-    other_prefill: float
-    """Share with another place of the prefill."""
-    ran: bool
-    """Whether this is the policy that ran."""
 
 
 class ModelError(Exception):
@@ -169,37 +145,3 @@ def _simulate(
         transfer_ms_total=round(link.transfer_ms(sum(moved_tokens)), 3),
         transfer_ms_max=round(link.transfer_ms(max(moved_tokens, default=0)), 3),
     )
-
-
-def disagreements(
-    folder: Path, policies: Iterable[str]
-) -> dict[str, Disagreement | None] | None:
-    """Compare `policies` with the recorded decisions.
-
-    The policy that ran has its own parameters, others their defaults. A policy that
-    does not fit the fleet (no instance of the role it needs) is None. None without
-    decisions. Raises RecordsError.
-    """
-    path = folder / "decisions.jsonl"
-    if not path.exists():
-        return None
-    try:
-        header, recorded = read_decisions(path)
-        found: dict[str, Disagreement | None] = {}
-        for policy in policies if recorded else ():
-            ran = policy == header.policy
-            parameters = parameters_of(policy, header.parameters if ran else {})
-            try:
-                n, differ = differences(recorded, policy, parameters)
-            except NoInstance:
-                found[policy] = None
-                continue
-            found[policy] = Disagreement(
-                n=n,
-                other_instance=round(differ["instance"] / n, 5),
-                other_prefill=round(differ["prefill"] / n, 5),
-                ran=ran,
-            )
-    except PolicyError as error:
-        raise RecordsError(str(error)) from None
-    return found or None

@@ -62,11 +62,6 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="simulate time: no servers, minutes in place of hours",
     )
-    parser.add_argument(
-        "--setting",
-        metavar="NAME",
-        help="with --virtual: one of the experiment's `settings` of forward and links",
-    )
     add_ray(parser, "with --virtual: simulate on all hosts")
 
 
@@ -85,7 +80,6 @@ def _run(arguments: argparse.Namespace) -> int:
             out=arguments.out,
             resume=arguments.resume,
             virtual=arguments.virtual,
-            setting=arguments.setting,
             ray=cluster_of(arguments),
         ),
     )

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 from kvtax.config import ConfigError, decode_toml
 from kvtax.engine.connector import DEFAULT_CONNECTOR, load_connector
-from kvtax.engine.null_model import Time
 from kvtax.proc.ports import MOST_SERVERS
 
 from kvtax_fleet.launch import vllm_router
@@ -110,27 +109,6 @@ class Virtual(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     scheduling: Literal["sync", "async"] = "sync"
 
 
-class Setting(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """Assumptions of virtual time in place of the profile's and the arms' own.
-
-    `forward` replaces fields of the profile's forward, `gbit_s` the speed of each link.
-    """
-
-    forward: dict[str, Time] = {}
-    gbit_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
-
-    def of(self, settings: InstanceSettings) -> InstanceSettings:
-        """Replace the assumptions of the settings. Raises ConfigError."""
-        if not self.forward:
-            return settings
-        if settings.forward is None:
-            raise ConfigError("`forward` of a setting: no forward is simulated")
-        if unknown := self.forward.keys() - {*settings.forward.__struct_fields__}:
-            raise ConfigError(f"`forward` of a setting has no {min(unknown)!r}")
-        forward = msgspec.structs.replace(settings.forward, **self.forward)
-        return msgspec.structs.replace(settings, forward=forward)
-
-
 class Experiment(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """An experiment: arms, load and instances.
 
@@ -139,8 +117,8 @@ class Experiment(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     forward: 0.5 is a GPU twice as fast. `time_scale` divides the trace's think times,
     and with `open_loop` its arrival times: 20 is twenty times faster. With `open_loop`
     sessions begin at the trace's times, and `concurrency` is the most that are in
-    flight: further sessions wait; `trace_times` is the replay's. `virtual` and
-    `settings` are for --virtual alone: --setting chooses one of these as `setting`.
+    flight: further sessions wait; `trace_times` is the replay's. `virtual` is for
+    --virtual alone.
     """
 
     summary: str
@@ -150,8 +128,6 @@ class Experiment(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     profile: str | None = None
     given: Given | None = None
     virtual: Virtual = Virtual()
-    settings: dict[str, Setting] = {}
-    setting: Setting = Setting()
     instances: Annotated[int, msgspec.Meta(ge=1, le=MOST_SERVERS)] = 4
     concurrency: Annotated[list[Few], msgspec.Meta(min_length=1)] = msgspec.field(
         default_factory=lambda: [8]
@@ -168,16 +144,13 @@ class Experiment(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
     @property
     def instance_settings(self) -> InstanceSettings:
-        """Settings of the `profile`, as assumed here. Raises ConfigError."""
+        """Settings of the `profile`. Raises ConfigError."""
         path = CONFIGS / "profiles" / f"{self.profile}.toml"
-        return slowed(self.setting.of(read_instance_settings(path)), self.time_factor)
+        return slowed(read_instance_settings(path), self.time_factor)
 
     def transfer(self, arm: Arm) -> Transfer | None:
         """Return how KV moves in an arm, in virtual time. Raises ConfigError."""
-        transfer = arm.transfer or self.instance_settings.transfer
-        if transfer is None or self.setting.gbit_s is None:
-            return transfer
-        return msgspec.structs.replace(transfer, gbit_s=self.setting.gbit_s)
+        return arm.transfer or self.instance_settings.transfer
 
     def fleet_spec(self, arm: Arm) -> FleetSpec:
         """Compute how an arm's instances are launched. Raises ConfigError."""
@@ -290,22 +263,13 @@ def check_arms(experiment: Experiment) -> None:
             raise ConfigError(f"{needs} instances of both `roles`, prefill and decode")
 
 
-def read_experiment(path: Path, setting: str | None = None) -> Experiment:
-    """Read an experiment's TOML file, in one of its settings. Raises ConfigError."""
+def read_experiment(path: Path) -> Experiment:
+    """Read an experiment's TOML file. Raises ConfigError."""
     try:
         experiment = decode_toml(path, path.read_bytes(), Experiment)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
-    if setting is None:
-        return msgspec.structs.replace(experiment, name=path.stem)
-    if setting not in experiment.settings:
-        known = ", ".join(experiment.settings) or "none"
-        raise ConfigError(f"{path} has no setting {setting!r}; there are: {known}")
-    return msgspec.structs.replace(
-        experiment,
-        name=f"{path.stem}-{setting}",
-        setting=experiment.settings[setting],
-    )
+    return msgspec.structs.replace(experiment, name=path.stem)
 
 
 def proxy_settings(arm: Arm, instances: Sequence[Instance]) -> Settings:

@@ -42,7 +42,6 @@ class RunOptions:
     out: Path | None = None
     resume: bool = False
     virtual: bool = False
-    setting: str | None = None
     ray: Cluster | None = None
 
     def check(self) -> None:
@@ -53,10 +52,6 @@ class RunOptions:
             raise ExperimentError(
                 "--ray is for --virtual: a fleet in real time runs on this machine"
             )
-        if self.setting is not None:
-            raise ExperimentError(
-                "--setting is for --virtual: links in real time are what they are"
-            )
 
 
 def run_experiment(config: Path, options: RunOptions) -> Path:
@@ -66,7 +61,7 @@ def run_experiment(config: Path, options: RunOptions) -> Path:
     launching raises. `--resume` goes on from there.
     """
     options.check()
-    experiment = read_experiment(config, options.setting)
+    experiment = read_experiment(config)
     out = run_folder.choose(options.out, experiment.name, PLAN_FILE, options.resume)
     with ExitStack() as stack:
         stack.enter_context(run_folder.held(out))

@@ -97,12 +97,17 @@ def is_finished(folder: Path) -> bool:
     return record.status == "ok"
 
 
-def plan(experiment: Experiment) -> list[Run]:
-    """List all runs in the order in which they are made."""
+def plan(experiment: Experiment, virtual: bool = False) -> list[Run]:
+    """List all runs in the order in which they are made.
+
+    In virtual time an arm that equals an earlier one is left out: it would give the
+    same bytes again.
+    """
     forwards = [
         (concurrency, name)
         for concurrency in experiment.concurrency
         for name in experiment.arms
+        if not (virtual and _same_as(experiment, name, concurrency))
     ]
     return [
         Run(
@@ -162,9 +167,9 @@ def prepare(experiment: Experiment, out: Path, virtual: bool) -> list[PlannedRun
                 planned_arm(experiment, run, facts, versions, virtual),
                 out / run.name,
             )
-            for run in plan(experiment)
+            for run in plan(experiment, virtual)
         ]
-        _keep_plan(out, experiment, facts, versions)
+        _keep_plan(out, experiment, facts, versions, virtual)
         shutil.move(made, out / TRACE)
     return runs
 
@@ -228,6 +233,7 @@ def _keep_plan(
     experiment: Experiment,
     facts: TraceFacts,
     versions: dict[str, Any],
+    virtual: bool,
 ) -> None:
     """Write the plan into `out`, or check that it equals the plan that is resumed.
 
@@ -237,7 +243,7 @@ def _keep_plan(
     now = ExperimentRecord(
         experiment=provenance.masked(msgspec.to_builtins(experiment)),
         trace=facts,
-        plan=[run.name for run in plan(experiment)],
+        plan=[run.name for run in plan(experiment, virtual)],
         versions=versions,
     )
     if file.exists():

@@ -45,8 +45,8 @@ class Decision(msgspec.Struct, frozen=True):
     `prefill`: prefill there first; the KV then moves to `instance`. `read_from`: the
     peer that `instance` may read the prefix from. `scores`: of every candidate that
     could have been `instance`; lower is better. `kind`: WARM to HUGE, where the policy
-    tells them apart. `moves_from`: the instance that the session leaves for good, whose
-    KV moves. `prefill_timeout_s`: for the prefill elsewhere; None is the proxy's.
+    tells them apart. `prefill_timeout_s`: for the prefill elsewhere; None is the
+    proxy's.
     """
 
     instance: str
@@ -55,7 +55,6 @@ class Decision(msgspec.Struct, frozen=True):
     scores: dict[str, float]
     reason: str
     kind: str | None = None
-    moves_from: str | None = None
     prefill_timeout_s: float | None = None
 
 

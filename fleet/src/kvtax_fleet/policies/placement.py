@@ -295,8 +295,7 @@ def decide_llm_d(
     """
     candidates = serving(snapshot)
     queues = [candidate.waiting or 0 for candidate in candidates]
-    free = [1 - (candidate.kv_used or 0.0) for candidate in candidates]
-    scores = _scorer_sums(request, candidates, queues, free, parameters)
+    scores = _scorer_sums(request, candidates, queues, parameters)
     return drawn(candidates, scores, snapshot, "highest weighted score")
 
 
@@ -310,8 +309,7 @@ def decide_weighted(
     """
     candidates = serving(snapshot)
     queues = [candidate.requests for candidate in candidates]
-    free = [_free_kv(candidate) for candidate in candidates]
-    scores = _scorer_sums(request, candidates, queues, free, parameters)
+    scores = _scorer_sums(request, candidates, queues, parameters)
     return least(candidates, scores, snapshot, "highest weighted score")
 
 
@@ -319,7 +317,6 @@ def _scorer_sums(
     request: RequestInfo,
     candidates: list[Candidate],
     queues: list[int],
-    free: list[float],
     parameters: ScorerParameters,
 ) -> list[float]:
     """Return the weighted sums with the sign turned: lower is better in a decision."""
@@ -329,15 +326,17 @@ def _scorer_sums(
     return [
         -(
             parameters.queue * (longest - queue) / spread
-            + parameters.kv * kv
+            + parameters.kv * _free_kv(candidate)
             + parameters.prefix
             * min(1.0, candidate.cached_tokens // BLOCK_TOKENS / blocks)
         )
-        for candidate, queue, kv in zip(candidates, queues, free, strict=True)
+        for candidate, queue in zip(candidates, queues, strict=True)
     ]
 
 
 def _free_kv(candidate: Candidate) -> float:
+    if candidate.kv_used is not None:
+        return 1 - candidate.kv_used
     if not candidate.kv_tokens:
         return 1.0
     return max(0.0, 1 - candidate.ongoing_tokens / candidate.kv_tokens)

@@ -37,7 +37,6 @@ def _decision(recorded: DecisionRecord) -> Decision:
         recorded.scores,
         recorded.reason,
         recorded.kind,
-        recorded.moves_from,
         recorded.prefill_timeout_s,
     )
 

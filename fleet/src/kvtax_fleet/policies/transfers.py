@@ -20,8 +20,6 @@ from kvtax_fleet.policies.decision import (
     least,
     lowest,
     new_tokens,
-    placed,
-    serving,
 )
 from kvtax_fleet.policies.placement import LinearParameters, decide_linear
 from kvtax_fleet.records.decisions import Candidate, Snapshot
@@ -54,35 +52,22 @@ def decide_pd_sep(
     ]
     if not decode:
         raise NoInstance("no healthy instance of role decode")
-    return _prefill_apart(request, snapshot, parameters, decode, prefill)
-
-
-def _prefill_apart(
-    request: RequestInfo,
-    snapshot: Snapshot,
-    parameters: PdSepParameters,
-    answering: list[Candidate],
-    prefilling: list[Candidate],
-) -> Decision:
-    """Decode where the load is least, prefill on another that would be done first."""
     with_room = [
         candidate
-        for candidate in answering
+        for candidate in decode
         if has_room(request, candidate, parameters.kv_share)
     ]
-    pool = with_room or answering
+    pool = with_room or decode
     scores = [float(candidate.ongoing_tokens) for candidate in pool]
-    here = pool[lowest(pool, scores, snapshot.arrivals)]
-    others = [candidate for candidate in prefilling if candidate is not here]
     reason = "least load of each pool"
-    if not others:
+    if not prefill:
         reason = "no healthy prefill instance: co-located"
     elif not with_room:
         reason = "no room for KV to arrive: co-located"
     decision = least(pool, scores, snapshot, reason)
-    if not (others and with_room):
+    if not (prefill and with_room):
         return decision
-    source = _least_prefill(request, others, snapshot)
+    source = _least_prefill(request, prefill, snapshot)
     return msgspec.structs.replace(
         decision, prefill=source.name, prefill_timeout_s=parameters.prefill_timeout_s
     )
@@ -202,93 +187,6 @@ def _candidate(candidates: list[Candidate], name: str) -> Candidate:
     return next(candidate for candidate in candidates if candidate.name == name)
 
 
-class MigrateParameters(LinearParameters, frozen=True):
-    """linear's parameters; when to move; limits of a transfer, as in elastic."""
-
-    every_turns: int = 10
-    grown_tokens: int = 20_000
-    max_offloads: int = 2
-    prefill_timeout_s: float | None = None
-    kv_share: float = 0.9
-
-
-def decide_migrate(
-    request: RequestInfo, snapshot: Snapshot, parameters: MigrateParameters
-) -> Decision:
-    """Place like linear, but move sessions on, with their KV, as they grow.
-
-    A session is due to leave its instance before every `every_turns`-th turn there, or
-    when its prompt has grown by `grown_tokens` there; 0 is never. It then goes to the
-    instance with the fewest ongoing tokens, if these are fewer than where it is: it
-    decodes and stays there, while the prompt is prefilled where its cache is, and its
-    KV moves once. It stays if no instance has less to do and room for the KV, or if
-    `max_offloads` prefills for another instance are under way.
-
-    A move costs the transfer of the prompt's KV and the time of the hand-over; it gains
-    the difference of the ongoing tokens, which the snapshot has.
-    """
-    chosen = decide_linear(request, snapshot, parameters)
-    why = _move_reason(request, snapshot, parameters)
-    if why is None or chosen.instance != snapshot.pinned:
-        return chosen
-
-    def stays(because: str) -> Decision:
-        return msgspec.structs.replace(chosen, reason=f"pinned: {why}, but {because}")
-
-    if snapshot.offloads >= parameters.max_offloads:
-        return stays(f"{snapshot.offloads} offloads under way")
-    targets = [
-        candidate
-        for candidate in serving(snapshot)
-        if candidate.name == chosen.instance
-        or has_room(request, candidate, parameters.kv_share)
-    ]
-    loads = [float(candidate.ongoing_tokens) for candidate in targets]
-    best = lowest(targets, loads, snapshot.arrivals)
-    here = _candidate(targets, chosen.instance)
-    if targets[best].ongoing_tokens >= here.ongoing_tokens:
-        return stays("nobody has less to do and room")
-    if here.role == "decode":
-        return stays("its instance does not prefill")
-    return msgspec.structs.replace(
-        placed(targets, loads, best, f"{why}: moved"),
-        prefill=here.name,
-        moves_from=here.name,
-        prefill_timeout_s=parameters.prefill_timeout_s,
-    )
-
-
-def _move_reason(
-    request: RequestInfo, snapshot: Snapshot, parameters: MigrateParameters
-) -> str | None:
-    if 0 < parameters.every_turns <= snapshot.pinned_turns:
-        return f"{snapshot.pinned_turns} turns there"
-    if snapshot.pinned_at_tokens is not None:
-        grown = request.prompt_tokens - snapshot.pinned_at_tokens
-        if 0 < parameters.grown_tokens <= grown:
-            return f"{grown} tokens longer"
-    return None
-
-
-def decide_conserve(
-    request: RequestInfo, snapshot: Snapshot, parameters: PdSepParameters
-) -> Decision:
-    """Prefill a session's first turn in a pool, move its KV once, then pin the session.
-
-    The first turn goes as `pd_sep` sends it, to any instance that decodes. Later turns
-    stay on that instance, which prefills what is new itself. A request without a
-    session is a first turn. ConServe (arXiv:2606.01839) routes conversations so.
-    """
-    answering = serving(snapshot)
-    names = [candidate.name for candidate in answering]
-    if snapshot.pinned in names:
-        loads = [float(candidate.ongoing_tokens) for candidate in answering]
-        return placed(answering, loads, names.index(snapshot.pinned), "pinned")
-    return _prefill_apart(
-        request, snapshot, parameters, answering, _prefilling(snapshot)
-    )
-
-
 class DirectReadParameters(LinearParameters, frozen=True):
     """linear's parameters, and the smallest gain that is worth a look-up."""
 
@@ -319,7 +217,5 @@ POLICIES = {
     "elastic": Policy(decide_elastic, ElasticParameters, moves_kv=True),
     "elastic_study": Policy(decide_elastic, ElasticStudyParameters, moves_kv=True),
     "elastic_skip": Policy(decide_elastic, ElasticSkipParameters, moves_kv=True),
-    "conserve": Policy(decide_conserve, PdSepParameters, moves_kv=True),
-    "migrate": Policy(decide_migrate, MigrateParameters, moves_kv=True),
     "direct_read": Policy(decide_direct_read, DirectReadParameters, reads_peers=True),
 }

@@ -50,9 +50,9 @@ from kvtax_fleet.simulate.endpoints import (
     VirtualUpstream,
     probe,
 )
+from kvtax_fleet.simulate.links import Links
 from kvtax_fleet.simulate.transfers import (
     DirectReads,
-    Links,
     MooncakeTransfers,
     NixlTransfers,
 )
