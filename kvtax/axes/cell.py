@@ -90,19 +90,19 @@ def measure(
     An engine with the connector `noop` takes turns with it, if it is given.
     """
     began_s = time.monotonic()
-    found, of_noop = Measured(), Measured()
+    own, of_noop = Measured(), Measured()
     error = not_in_release(connector, installed)
     if error is None:
-        both = [(one, installed) for one in (connector, noop) if one]
+        both = [(config, installed) for config in (connector, noop) if config]
         with tempfile.TemporaryDirectory(prefix="kvtax-cell-") as folder:
             try:
-                found, *others = run(both, Path(folder))
+                own, *others = run(both, Path(folder))
                 of_noop = others[0] if others else of_noop
             except (RuntimeError, ServerError) as failure:
                 error = str(failure)
-    facts = provenance.collect(found.patch_hashes, command, installed)
+    facts = provenance.collect(own.patch_hashes, command, installed)
     wall_s = time.monotonic() - began_s
-    return _record(release, name, facts, wall_s, found, of_noop, error)
+    return _record(release, name, facts, wall_s, own, of_noop, error)
 
 
 def _record(
@@ -110,7 +110,7 @@ def _record(
     name: str,
     facts: dict[str, Any],
     wall_s: float,
-    found: Measured,
+    own: Measured,
     of_noop: Measured,
     error: str | None = None,
 ) -> CellRecord:
@@ -119,11 +119,11 @@ def _record(
         connector=name,
         provenance=facts,
         wall_s=round(wall_s, 1),
-        levels={axis: list(told.levels) for axis, told in AXES.items()},
-        means_us=found.means_us,
+        levels={name: list(axis.levels) for name, axis in AXES.items()},
+        means_us=own.means_us,
         noop_us=_whole_steps(of_noop.means_us),
-        holds=found.holds,
-        idle=found.idle,
+        holds=own.holds,
+        idle=own.idle,
         error=error,
     )
 
@@ -137,10 +137,10 @@ def measured(
     noop: Connector,
 ) -> CellRecord:
     """Measure one cell beside `noop`; its `error` is the reason, without the log."""
-    found = measure(name, release, connector, installed, command, noop)
-    if found.error:
-        found = msgspec.structs.replace(found, error=reason(found.error))
-    return found
+    cell = measure(name, release, connector, installed, command, noop)
+    if cell.error:
+        cell = msgspec.structs.replace(cell, error=reason(cell.error))
+    return cell
 
 
 @dataclass
@@ -209,15 +209,17 @@ def _measured(
     idle: Idle,
     patch_hashes: dict[str, str],
 ) -> Measured:
-    found = Measured(idle=idle, patch_hashes=patch_hashes)
+    measured = Measured(idle=idle, patch_hashes=patch_hashes)
     for axis, of_axis in passes.items():
-        found.means_us[axis], found.holds[axis] = _of_axis(steps, of_axis)
-    return found
+        measured.means_us[axis], measured.holds[axis] = _of_axis(steps, of_axis)
+    return measured
 
 
 def _whole_steps(means: Passes) -> Passes:
     """Leave out the times of single methods."""
-    return {axis: {one: of[one] for one in PER_STEP} for axis, of in means.items()}
+    return {
+        axis: {time: times[time] for time in PER_STEP} for axis, times in means.items()
+    }
 
 
 def _started(
@@ -225,11 +227,11 @@ def _started(
 ) -> EngineProcess:
     """Start the connector's companion and its engine; both end with `stack`."""
     folder.mkdir()
-    told = stack.enter_context(accompanied(connector, folder, installed))
-    transfer = told.kv_transfer_config
+    config = stack.enter_context(accompanied(connector, folder, installed))
+    transfer = config.kv_transfer_config
     given: dict[str, Any] = {
         "kv_transfer": transfer and CPU_ENGINE.kv_transfer_config | transfer,
-        "sizes": SIZES | told.engine_args,
+        "sizes": SIZES | config.engine_args,
         "most_bytes": min(MOST_WRITTEN_BYTES, shutil.disk_usage(folder).free // 2),
         "most_s": MOST_S,
     }
@@ -239,11 +241,11 @@ def _started(
             "kvtax.axes.worker",
             [*connector.patches, *RUNS_HERE],
             recording=True,
-            env=told.env | {GIVEN: json.dumps(given)},
+            env=config.env | {GIVEN: json.dumps(given)},
             installed=installed,
             max_model_len=SIZES["max_model_len"],
-            beside=beside(told.beside, installed),
-            secrets=provenance.secrets_in(given, told.env),
+            beside=beside(config.beside, installed),
+            secrets=provenance.secrets_in(given, config.env),
         )
     )
 
@@ -251,19 +253,19 @@ def _started(
 def _pass(engines: Sequence[EngineProcess], axis: str, number: int) -> list[list[Held]]:
     """Hold each level of `axis`, in a random order; return the holds by level.
 
-    So neither a drift of the machine nor the time since a reset is the level. The
-    engines take turns at each level: the speed of a shared machine changes within
-    seconds.
+    A random order separates the level from a drift of the machine and from the time
+    since a reset. The engines take turns at each level, since the speed of a shared
+    machine changes within seconds.
     """
     levels = list(AXES[axis].levels)
     order = random.Random(f"{axis} {number}").sample(levels, len(levels))
     steps = STEPS_OF.get(axis, STEPS)
-    found: list[dict[int, Held]] = [{} for _ in engines]
+    held_at: list[dict[int, Held]] = [{} for _ in engines]
     for some in [order] if axis in AT_ONCE else [[level] for level in order]:
-        for engine, of_engine in zip(engines, found, strict=True):
+        for engine, of_engine in zip(engines, held_at, strict=True):
             held = engine.ask("hold", axis, some, steps, timeout_s=MOST_S)
             of_engine.update(zip(some, held, strict=True))
-    return [[of_engine[level] for level in levels] for of_engine in found]
+    return [[of_engine[level] for level in levels] for of_engine in held_at]
 
 
 def _read(records: Path) -> pl.DataFrame:
@@ -322,9 +324,9 @@ def not_in_release(connector: Connector, installed: Installation) -> str | None:
 
     Raises InstallationError if vLLM cannot be imported.
     """
-    told = connector.kv_transfer_config or {}
-    module = told.get("kv_connector_module_path")
-    if (name := told.get("kv_connector")) is None:
+    transfer = connector.kv_transfer_config or {}
+    module = transfer.get("kv_connector_module_path")
+    if (name := transfer.get("kv_connector")) is None:
         return None
     if module is None:
         known = name in installed.vllm().connectors

@@ -134,12 +134,12 @@ def summary(result: GateResult) -> str:
     rows = []
     for axis in cell.means_us:
         for time in (f"{ALL}_us", *times_beside(cell, axis)):
-            found = growth(cell, axis, time)
-            if found and (time == f"{ALL}_us" or found.rises):
+            grown = growth(cell, axis, time)
+            if grown and (time == f"{ALL}_us" or grown.rises):
                 along = AXES[axis]
-                levels = f"{found.levels[0]:,} to {found.levels[-1]:,} {along.units}"
+                levels = f"{grown.levels[0]:,} to {grown.levels[-1]:,} {along.units}"
                 most = steepest(cell, axis) or "" if time == f"{ALL}_us" else time
-                row = [*_figures(axis, found), most.removesuffix("_us")]
+                row = [*_figures(axis, grown), most.removesuffix("_us")]
                 rows.append([levels, *row])
     head = ["µs per step", *FIGURES, "grows most"]
     line = f"{headline(checks)}, for `{cell.connector}` on vLLM {cell.release}"
@@ -149,15 +149,15 @@ def summary(result: GateResult) -> str:
 FIGURES = ("first level", "last level", "slope", "margin", "")
 
 
-def _figures(axis: str, found: Growth) -> list[str]:
+def _figures(axis: str, grown: Growth) -> list[str]:
     """Format a growth along `axis` as the columns FIGURES."""
     along = AXES[axis]
     return [
-        f"{found.level_us[0]:,.1f}",
-        f"{found.level_us[-1]:,.1f}",
-        f"{found.slope:+.3g}",
+        f"{grown.level_us[0]:,.1f}",
+        f"{grown.level_us[-1]:,.1f}",
+        f"{grown.slope:+.3g}",
         f"{along.margin_us:g} per {along.per_unit}",
-        found.markdown,
+        grown.markdown,
     ]
 
 
@@ -172,11 +172,11 @@ def _costs(cell: CellRecord) -> str:
     rows = []
     for axis, times in cell.means_us.items():
         for time in times:
-            found = growth(cell, axis, time)
-            if found is None or time in ("scheduler_us", "step_us"):
+            grown = growth(cell, axis, time)
+            if grown is None or time in ("scheduler_us", "step_us"):
                 continue
-            if time == f"{ALL}_us" or max(found.level_us) >= 1:
-                rows.append([f"`{time}`", axis, *_figures(axis, found)])
+            if time == f"{ALL}_us" or max(grown.level_us) >= 1:
+                rows.append([f"`{time}`", axis, *_figures(axis, grown)])
     patches = [name for name in STAND_INS if name in cell.provenance["patch_hashes"]]
     without = f", with {', '.join(patches)} in place of a GPU" if patches else ""
     line = f"`{cell.connector}` on vLLM {cell.release}{without}, {cell.wall_s:.0f} s:"

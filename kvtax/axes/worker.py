@@ -14,12 +14,13 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import psutil
 
@@ -37,6 +38,8 @@ HELD_BATCH, HELD_TOKENS = 8, 4 * BLOCK_SIZE
 WIDE_BATCH = 32
 FILLING_TOKENS = 256 * BLOCK_SIZE
 FRAGMENTED_BLOCKS = 64
+# Cached prompt of which arriving prompts repeat a part, the highest level of `hits`.
+HIT_TOKENS = 8_064
 # More than 25 of the longest prompts take: none gets the blocks of one before.
 PROMPT_POOL_BLOCKS = 16_384
 # At 131,072 tokens of context each, as many as the cache has room for.
@@ -52,7 +55,7 @@ HELD_PAUSE_S = 0.002
 FREED_DEADLINE_S, FREED_PAUSE_S = 10.0, 0.1
 # A prompt repeats so many token ids, which are below the null model's 1,024.
 PROMPT_IDS, VOCABULARY = 8, 1_000
-# So long an engine without requests is looked at.
+# Seconds for which the engine without requests is measured.
 IDLE_S = 2.0
 # Steps between two looks at what the processes have written.
 WATCHED_STEPS = 4
@@ -80,8 +83,8 @@ class SteppedEngine(NullEngine):
     def __init__(
         self,
         model: Path,
-        kv_transfer: dict | None,
-        sizes: dict,
+        kv_transfer: dict[str, Any] | None,
+        sizes: dict[str, Any],
         most_bytes: int,
         most_s: float,
     ) -> None:
@@ -98,40 +101,40 @@ class SteppedEngine(NullEngine):
         self._written_before = written_bytes(self._helpers)
 
     def cache(self, levels: list[int], steps: int) -> list[Held]:
-        """At each number of cached blocks; before a lower one the cache is reset."""
+        """Hold each number of cached blocks; reset the cache before a lower number."""
         return self._cached(levels, HELD_BATCH, steps)
 
     def cache_at_32(self, levels: list[int], steps: int) -> list[Held]:
-        """At each number of cached blocks, with more requests that decode."""
+        """Hold each number of cached blocks, with more requests that decode."""
         return self._cached(levels, WIDE_BATCH, steps)
 
     def _cached(self, levels: list[int], batch: int, steps: int) -> list[Held]:
-        found = []
+        held = []
         for blocks in levels:
             if self._cached_blocks > blocks:
                 self._forget()
             self._fill(blocks)
-            found.append(self._decode(batch, HELD_TOKENS, steps))
-        return found
+            held.append(self._decode(batch, HELD_TOKENS, steps))
+        return held
 
     def running(self, levels: list[int], steps: int) -> list[Held]:
-        """At each number of requests that decode."""
+        """Hold each number of requests that decode."""
         return [self._anew(batch, HELD_TOKENS, steps) for batch in levels]
 
     def context(self, levels: list[int], steps: int) -> list[Held]:
-        """At each number of tokens that a decoding request attends to."""
+        """Hold each number of tokens that a decoding request attends to."""
         return [self._anew(LONG_BATCH, tokens, steps) for tokens in levels]
 
     def arrivals(self, levels: list[int], steps: int) -> list[Held]:
-        """At each number of requests that arrive, and end, in every step."""
-        found = []
+        """Hold each number of requests that arrive, and end, in every step."""
+        held = []
         for each in levels:
             self._forget()
-            found.append(self._arriving(each, HELD_TOKENS, steps))
-        return found
+            held.append(self._arriving(each, HELD_TOKENS, steps))
+        return held
 
     def prompt(self, levels: list[int], steps: int) -> list[Held]:
-        """At each length of the prompt of a request that arrives, and ends, in a step.
+        """Hold each length of the prompt of a request that arrives in every step.
 
         The pool is small and full, so as many blocks are cached at all levels; and in
         order, so a prompt's blocks are neighbours.
@@ -141,24 +144,42 @@ class SteppedEngine(NullEngine):
         self._scatter(queue.num_free_blocks)
         kept_out = queue.popleft_n(queue.num_free_blocks - PROMPT_POOL_BLOCKS)
         self._fill(PROMPT_POOL_BLOCKS - FILLING_TOKENS // BLOCK_SIZE)
-        found = []
+        held = []
         for tokens in levels:
             self._scatter(PROMPT_POOL_BLOCKS)
-            found.append(self._arriving(1, tokens, steps))
+            held.append(self._arriving(1, tokens, steps))
         queue.append_n(kept_out)
-        return found
+        return held
+
+    def hits(self, levels: list[int], steps: int) -> list[Held]:
+        """Hold each number of cached tokens with which an arriving prompt begins.
+
+        A new part of HELD_TOKENS follows them. One request arrives in every step.
+        """
+        self._forget()
+        cached = self._prompt(HIT_TOKENS)
+        self.add(cached, 1)
+        self._finish()
+
+        def arriving(tokens: int) -> list[int]:
+            return cached[:tokens] + self._prompt(HELD_TOKENS)
+
+        return [
+            self._hold(HELD_BATCH, HELD_TOKENS, steps, 1, partial(arriving, tokens))
+            for tokens in levels
+        ]
 
     def fragments(self, levels: list[int], steps: int) -> list[Held]:
-        """At each number of runs of neighbours that an arriving request's blocks are.
+        """Hold each number of contiguous runs that an arriving request's blocks form.
 
         One request of FRAGMENTED_BLOCKS arrives, and ends, in every step.
         """
-        found = []
+        held = []
         for fragments in levels:
             self._forget()
             self._scatter(FRAGMENTED_BLOCKS // fragments)
-            found.append(self._arriving(1, FRAGMENTED_BLOCKS * BLOCK_SIZE, steps))
-        return found
+            held.append(self._arriving(1, FRAGMENTED_BLOCKS * BLOCK_SIZE, steps))
+        return held
 
     @property
     def has_tier(self) -> bool:
@@ -167,8 +188,8 @@ class SteppedEngine(NullEngine):
         return connector is not None and "reset_cache" in vars(type(connector))
 
     def tier(self, levels: list[int], steps: int) -> list[Held]:
-        """At each number of blocks that were computed and left to the connector."""
-        found: list[Held] = []
+        """Hold each number of blocks that were computed and left to the connector."""
+        held: list[Held] = []
         stored = levels[0] + 1
         for blocks in levels:
             if stored > blocks:
@@ -178,8 +199,8 @@ class SteppedEngine(NullEngine):
                 self.add(self._prompt(FILLING_TOKENS), 1)
                 self._finish()
                 stored += FILLING_TOKENS // BLOCK_SIZE
-            found.append(self._anew(HELD_BATCH, HELD_TOKENS, steps))
-        return found
+            held.append(self._anew(HELD_BATCH, HELD_TOKENS, steps))
+        return held
 
     def _empty_tier(self) -> None:
         self._forget()
@@ -209,22 +230,29 @@ class SteppedEngine(NullEngine):
 
     def _decode(self, batch: int, tokens: int, steps: int) -> Held:
         """Hold `steps` steps in which all of `batch` requests decode."""
-        return self._hold(batch, tokens, steps, 0, 0)
+        return self._hold(batch, tokens, steps, 0, list)
 
     def _arriving(self, each: int, tokens: int, steps: int) -> Held:
         """Hold `steps` steps in each of which `each` requests arrive, and end."""
-        return self._hold(HELD_BATCH, HELD_TOKENS, steps, each, tokens)
+        prompt = partial(self._prompt, tokens)
+        return self._hold(HELD_BATCH, HELD_TOKENS, steps, each, prompt)
 
     def _hold(
-        self, batch: int, tokens: int, steps: int, arrivals: int, arriving_tokens: int
+        self,
+        batch: int,
+        tokens: int,
+        steps: int,
+        arrivals: int,
+        prompt: Callable[[], list[int]],
     ) -> Held:
+        """Hold `steps` steps; in each, `arrivals` requests with a `prompt` arrive."""
         self._start(batch, tokens, steps)
         self._helpers = helpers()
         first, began_s = self._steps, time.monotonic()
         before = cpu_ns_beside(self._of_vllm, self._helpers)
         for _ in range(steps):
             for _ in range(arrivals):
-                self.add(self._prompt(arriving_tokens), 1)
+                self.add(prompt(), 1)
             self._step()
         ended_s = time.monotonic()
         after = cpu_ns_beside(self._of_vllm, helpers())
@@ -278,7 +306,9 @@ class SteppedEngine(NullEngine):
         for _ in range(batch):
             self.add(self._prompt(tokens), PREFILL_STEPS + COLD_STEPS + steps)
         requests = self._scheduler.requests
-        while any(one.num_computed_tokens < tokens for one in requests.values()):
+        while any(
+            request.num_computed_tokens < tokens for request in requests.values()
+        ):
             self._step()
         for _ in range(COLD_STEPS):
             self._step()
@@ -425,7 +455,8 @@ def _written(pid: str) -> int:
 
 def hold(engine: SteppedEngine, axis: str, levels: list[int], steps: int) -> list[Held]:
     """Hold `axis` at each of `levels`, in their order, for `steps` steps."""
-    return getattr(engine, axis)(levels, steps)
+    held: list[Held] = getattr(engine, axis)(levels, steps)
+    return held
 
 
 def idle(engine: SteppedEngine) -> tuple[float, float]:

@@ -3,8 +3,8 @@
 
 Takes about a minute. An engine core of vLLM runs on the CPU with a model that computes
 nothing, and is held at levels of cached blocks (with 8 and with 32 running requests),
-running requests, context, arrivals, an arriving prompt's length and fragments. Prints
-Markdown.
+running requests, context, arrivals, an arriving prompt's length, its cached part and
+its fragments. Prints Markdown.
 
 MODULE:CLASS is importable in the environment that has vLLM, or from the working folder.
 Exit codes: 0 all limits kept; 1 a limit is broken, or a method grows that did not in
@@ -16,9 +16,14 @@ from __future__ import annotations
 
 import argparse
 import os
-from pathlib import Path
 
-from kvtax.cli.options import add_connector_config, add_limits, add_vllm, add_wait
+from kvtax.cli.options import (
+    add_connector_config,
+    add_limits,
+    add_vllm,
+    add_wait,
+    optional_path,
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -36,18 +41,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add_limits(parser, "TOML file with [axes.*] tables")
     parser.add_argument(
-        "--since", type=Path, metavar="OLD", help="cell of an older commit (--out)"
+        "--since",
+        type=optional_path,
+        metavar="OLD",
+        help="cell of an older commit (--out)",
     )
-    parser.add_argument("--out", type=Path, metavar="CELL", help="write the cell")
+    parser.add_argument(
+        "--out", type=optional_path, metavar="CELL", help="write the cell"
+    )
     parser.add_argument(
         "--summary",
-        type=Path,
+        type=optional_path,
         metavar="FILE",
         help="append one sentence and one table, for the summary of a CI step",
     )
     parser.add_argument(
         "--repository",
-        type=Path,
+        type=optional_path,
         metavar="DIR",
         help="the connector's repository, for the commit in the cell",
     )

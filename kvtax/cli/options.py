@@ -47,6 +47,11 @@ def parser_of(field_type: Any) -> Callable[[str], float]:
     return parse
 
 
+def optional_path(text: str) -> Path | None:
+    """Parse a path; an empty text, as an unset input of a CI job, gives no path."""
+    return Path(text) if text else None
+
+
 def add_vllm(
     parser: argparse.ArgumentParser | argparse._ArgumentGroup, python: str, vllm: str
 ) -> None:
@@ -81,8 +86,10 @@ def add_connector_config(
 
 def add_limits(parser: argparse.ArgumentParser, text: str) -> None:
     """Add --limits, and --junit for the outcome of the checks."""
-    parser.add_argument("--limits", type=Path, metavar="FILE", help=text)
-    parser.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit XML")
+    parser.add_argument("--limits", type=optional_path, metavar="FILE", help=text)
+    parser.add_argument(
+        "--junit", type=optional_path, metavar="FILE", help="write JUnit XML"
+    )
 
 
 def add_ray(

@@ -116,7 +116,8 @@ STAND_INS = (
 def own_connector(where: str, config: str | None) -> tuple[str, Connector]:
     """(name, connector) of `where`: module:Class, or a name that vLLM knows.
 
-    `config` is a JSON object, added to vLLM's kv_transfer_config, or `@FILE` with one.
+    `config` is a JSON object, added to vLLM's kv_transfer_config, or `@FILE` with one;
+    nulls in it, and an empty text, are as if not given.
     Without one of its own, a connector of vLLM's has the extra config of ours: it keeps
     what ExampleConnector writes in the run's folder. Raises ConfigError.
     """
@@ -135,12 +136,13 @@ def own_connector(where: str, config: str | None) -> tuple[str, Connector]:
         if given.startswith("@"):
             source += f" {given}"
             given = Path(given[1:]).read_text()
-        config_given = msgspec.json.decode(given, type=dict[str, Any])
+        decoded = msgspec.json.decode(given, type=dict[str, Any] | None) or {}
     except OSError as error:
         raise ConfigError(f"{source} cannot be read: {error}") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         # It may have passwords, and is not printed.
         raise ConfigError(f"{source} is not a JSON object: {error}") from None
+    config_given = {key: value for key, value in decoded.items() if value is not None}
     for key in ("kv_connector", "kv_connector_module_path"):
         if key in config_given and config_given[key] != transfer.get(key):
             raise ConfigError(
@@ -156,13 +158,15 @@ def own_connector(where: str, config: str | None) -> tuple[str, Connector]:
 
 
 def _extra_config(transfer: dict[str, Any]) -> dict[str, Any]:
-    """Return our extra config of a connector that writes to the run's folder."""
-    for config in _read_all().values():
-        ours = config.kv_transfer_config or {}
-        same = ours | {EXTRA: None} == transfer | {EXTRA: None}
-        extra = ours.get(EXTRA, {})
-        if same and "connectors" not in extra and FOLDER in str(extra):
-            return {EXTRA: extra}
+    """Return our extra config of a connector if all of ours write to a run's folder."""
+    alike = [
+        ours.get(EXTRA, {})
+        for config in _read_all().values()
+        if (ours := config.kv_transfer_config or {}) | {EXTRA: None}
+        == transfer | {EXTRA: None}
+    ]
+    if alike and all(FOLDER in str(extra) for extra in alike):
+        return {} if "connectors" in alike[0] else {EXTRA: alike[0]}
     return {}
 
 

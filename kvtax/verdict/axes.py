@@ -90,6 +90,14 @@ AXES = {
         margin_us=6.0,
         levels=(64, 2_048, 4_096, 6_144, 8_128),
     ),
+    # A prefix of the prompt is cached; the rest of it is as long at all levels.
+    "hits": Axis(
+        units="cached tokens of an arriving prompt",
+        per_unit="1,000 cached tokens of an arriving prompt",
+        per=1_000,
+        margin_us=6.0,
+        levels=(0, 2_048, 4_096, 8_064),
+    ),
     # What is moved lies in so many places: one descriptor each, where they are merged.
     "fragments": Axis(
         units="fragments per arriving request of 64 blocks",

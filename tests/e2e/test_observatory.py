@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3_600)]
 
 HONEST = "from connectors.noop import NoopConnector as Mine\n"
 # 5 us per running request, and per run of neighbours among a new request's blocks;
-# 0.8 us per block of a prompt that is looked up.
+# 0.8 us per block of a prompt that is looked up, and 0.3 us per cached token of it.
 BROKEN = """
 import time
 from itertools import pairwise
@@ -44,7 +44,7 @@ class Mine(NoopConnector):
         return super().build_connector_meta(scheduler_output)
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
-        take(0.8 * (request.num_prompt_tokens // 16))
+        take(0.8 * (request.num_prompt_tokens // 16) + 0.3 * num_computed_tokens)
         return 0, False
 
     def update_state_after_alloc(self, request, blocks, num_external_tokens):
@@ -114,11 +114,21 @@ def test_a_look_up_of_the_prompts_blocks_grows_with_the_prompt_alone(broken):
     # 62.5 blocks in 1,000 tokens.
     assert found.slope.ci95[0] <= 0.8 * 62.5 * 1.05
     assert found.slope.ci95[1] >= 0.8 * 62.5
-    others = [axis for axis in cell.means_us if axis != "prompt"]
+    others = [axis for axis in cell.means_us if axis not in ("prompt", "hits")]
     assert {growth(cell, axis, LOOKED_UP).verdict for axis in others} == {"flat"}
     assert growth(cell, "prompt", META).verdict == "flat"
     # A walk of the block ids; if no two were neighbours, it would take 300 more.
     assert growth(cell, "prompt", ALLOCATED).slope.ci95[1] < 30
+
+
+@pytest.mark.serial
+def test_a_cost_per_cached_token_of_a_prompt_grows_with_the_hits(broken):
+    _, cell = broken
+    grown = growth(cell, "hits", LOOKED_UP)
+    assert grown.shape == "linear"
+    per_1k_us = 0.3 * 1_000 + 0.8 * 62.5
+    assert grown.slope.ci95[0] <= per_1k_us * 1.05
+    assert grown.slope.ci95[1] >= per_1k_us
 
 
 @pytest.mark.serial

@@ -421,3 +421,15 @@ def test_without_a_companion_the_folder_is_filled_in_all_the_same(folder):
     with accompanied(alone, folder, installation()) as told:
         assert told.kv_transfer_config == {"path": f"{folder}/kv", "blocks": 3}
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("config", ["", "null", "{}", '{"kv_role": null}', None])
+def test_options_that_are_null_or_empty_are_as_if_not_given(config):
+    assert own_connector("mypkg.kv:Mine", config) == own_connector(
+        "mypkg.kv:Mine", None
+    )
+
+
+def test_offloading_gets_no_tier_of_files_that_nobody_asked_for():
+    _, connector = own_connector("OffloadingConnector", None)
+    assert "kv_connector_extra_config" not in connector.kv_transfer_config
