@@ -362,9 +362,10 @@ def site(tmp_path) -> Path:
 
 
 def run_below(
-    site: Path, *command: str, **env: str
+    site: Path, *command: str, fix: str = "", **env: str
 ) -> subprocess.CompletedProcess[str]:
-    kvtax = [sys.executable, "-m", "kvtax", "run", "--records", "records", "--"]
+    options = ["--fix", fix] if fix else ["--records", "records"]
+    kvtax = [sys.executable, "-m", "kvtax", "run", *options, "--"]
     own = {
         "PYTHONPATH": f"{site}{os.pathsep}{Path.cwd()}",
         "TMPDIR": str(site.parent / "tmp"),
@@ -406,6 +407,24 @@ def test_a_command_in_which_nothing_was_patched_is_code_3(site):
     assert (done.returncode, done.stdout) == (Exit.NOT_MEASURED, "False\n")
 
 
+# It is patched, and starts a process that is not.
+PARENT = """
+import subprocess, sys, vllm.v1.engine.core
+code = f"import sys; sys.path.insert(0, {sys.argv[1]!r}); import vllm.v1.engine.core"
+wait = "; import time; time.sleep(60)"
+subprocess.run([sys.executable, "-I", "-c", code + wait])
+"""
+
+
+@pytest.mark.slow
+def test_with_a_fix_a_process_without_it_ends_the_command(site):
+    (site.parent / "parent.py").write_text(PARENT)
+    done = run_below(site, sys.executable, "parent.py", str(site), fix="timing")
+    assert done.returncode == Exit.NOT_MEASURED
+    assert "imports vLLM without the patches" in done.stderr
+    assert "the command is ended" in done.stderr
+
+
 @pytest.mark.slow
 def test_a_command_that_shuts_the_patches_out_is_refused(site):
     done = run_below(site, sys.executable, "-I", "serve.py")
@@ -431,6 +450,7 @@ def test_without_a_folder_for_temporary_files_tmpdir_is_named(site):
     script = (
         "import tempfile, sys; from kvtax.cli import main;"
         "tempfile._candidate_tempdir_list = lambda: ['/proc'];"
+        "from kvtax.proc import user_files; user_files._is_private = lambda _: False;"
         "sys.exit(main(['run', '--records', 'r', '--', sys.executable, 'serve.py']))"
     )
     done = subprocess.run(

@@ -50,10 +50,21 @@ def plan_imports(
 
 
 def write_overlay(folder: Path, plans: Iterable[ImportPlan]) -> None:
-    """Write the planned modules and their finder into `folder`."""
+    """Write the planned modules and their finder into `folder`.
+
+    Whatever the umask, other users may read all of it, and write nothing.
+    """
+    umask = os.umask(0o022)
+    try:
+        _write_overlay(folder, plans)
+    finally:
+        os.umask(umask)
+
+
+def _write_overlay(folder: Path, plans: Iterable[ImportPlan]) -> None:
     (folder / import_finder.STAND_INS).mkdir(parents=True)
     (folder / import_finder.IMPORTED).mkdir()
-    (folder / import_finder.IMPORTED).chmod(0o1777)  # whoever runs the processes
+    folder.chmod(0o755)
     lines = []
     copies = [folder / "sitecustomize.py"]
     for tree, _, plan in plans:
@@ -66,9 +77,12 @@ def write_overlay(folder: Path, plans: Iterable[ImportPlan]) -> None:
                 (folder / source).parent.mkdir(parents=True, exist_ok=True)
                 (folder / source).write_bytes(change.new)
                 name = _module_name(tree.package, change.path)
-                lines.append(f"{name} {_sha256(change)} {source}\n")
+                facts = _sha256(change), _identity(tree, change)
+                lines.append(f"{name} {' '.join(facts)} {source}\n")
     (folder / import_finder.MODULES).write_text("".join(lines))
     for copy in copies:
+        # Python would make it by the umask of the process.
+        (copy.parent / "__pycache__").mkdir()
         shutil.copyfile(import_finder.__file__, copy)
 
 
@@ -81,7 +95,7 @@ def python_path(folder: Path, behind: str = "") -> str:
 def never_imported(folder: Path) -> tuple[list[str], bool]:
     """List the replaced modules that no process has imported; say if none has any."""
     lines = (folder / import_finder.MODULES).read_text().splitlines()
-    modules = {name: sha256 for name, sha256, _ in map(str.split, lines)}
+    modules = {name: sha256 for name, sha256, *_ in map(str.split, lines)}
     imported = {path.name for path in (folder / import_finder.IMPORTED).iterdir()}
     never = [name for name, of in modules.items() if of != import_finder.ADDED]
     return [name for name in never if name not in imported], not imported
@@ -91,6 +105,16 @@ def _sha256(change: Change) -> str:
     if change.old is None:
         return import_finder.ADDED
     return hashlib.sha256(change.old).hexdigest()
+
+
+def _identity(tree: Tree, change: Change) -> str:
+    """Return size and time of a file that was planned for, "-" if it is another now."""
+    try:
+        status = (tree.root / change.path).stat()
+    except OSError:
+        return "-"
+    is_same = change.old is not None and tree.read(change.path) == change.old
+    return import_finder.identity_of(status) if is_same else "-"
 
 
 def _module_name(package: str, path: str) -> str:

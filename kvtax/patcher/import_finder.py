@@ -30,11 +30,15 @@ if TYPE_CHECKING:
     from types import CodeType, ModuleType
 
 # A line for each module: its name, the SHA-256 of the file that it replaces, or ADDED,
-# and the patched source, a path from the overlay's folder.
+# size and time of that file, and the patched source, a path from the overlay's folder.
 MODULES = "patched_modules.txt"
 ADDED = "-"
-# A folder for an empty file for each patched module that a process has imported.
+# A folder for an empty file for each patched module that a process has imported, and
+# the socket to which the process reports it.
 IMPORTED = "imported"
+REPORTS = "reports"
+# Seconds that a report may take.
+REPORT_S = 1.0
 # A folder with a package for each patched one, of its name.
 STAND_INS = "stand-ins"
 
@@ -70,7 +74,9 @@ class PatchedLoader(SourceFileLoader):
             code = self.source_to_code(self.get_data(self.patched), self.patched)
         try:
             part = f"{self.cached}.{os.getpid()}"
-            with open(part, "wb") as file:
+            # Whatever the umask, no other user may write what is run.
+            handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            with os.fdopen(handle, "wb") as file:
                 file.write(marshal.dumps(code))
             os.replace(part, self.cached)
         except OSError:  # a full disk, or another user's overlay
@@ -91,12 +97,23 @@ class PatchedLoader(SourceFileLoader):
         lines = text.splitlines(keepends=True)
         # Without a modification time the entry is never compared with the file.
         linecache.cache[self.path] = (len(text), None, lines, self.path)
-        try:
-            mark = os.path.join(self.folder, IMPORTED, module.__name__)
-            os.close(os.open(mark, os.O_CREAT | os.O_WRONLY, 0o666))
-        except OSError:  # another user's overlay
-            pass
+        _report(self.folder, module.__name__)
         super().exec_module(module)
+
+
+def _report(folder: str, name: str) -> None:
+    """Report an imported module to whoever started this run, if that is there."""
+    place = os.path.join(folder, REPORTS)
+    if not os.path.exists(place):
+        return
+    import socket
+
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as reports:
+            reports.settimeout(REPORT_S)
+            reports.sendto(name.encode(), place)
+    except OSError:
+        pass
 
 
 class PatchedFinder:
@@ -108,7 +125,7 @@ class PatchedFinder:
         self._busy: set[tuple[str, int]] = set()
         with open(os.path.join(folder, MODULES), encoding="utf-8") as file:
             lines = (line.split() for line in file)
-            self._modules = {name: (sha256, path) for name, sha256, path in lines}
+            self._modules = {name: tuple(rest) for name, *rest in lines}
         self._packages = {name.partition(".")[0] for name in self._modules}
 
     def find_spec(
@@ -135,7 +152,7 @@ class PatchedFinder:
     def _patched_spec(self, fullname: str, own: ModuleSpec | None) -> ModuleSpec | None:
         import importlib.util
 
-        sha256, source = self._modules[fullname]
+        sha256, identity, source = self._modules[fullname]
         patched = os.path.join(self.folder, source)
         folder = getattr(own and own.loader, "folder", self.folder)
         if own is not None and folder != self.folder:
@@ -156,7 +173,7 @@ class PatchedFinder:
             )
         if own is None or own.origin is None:
             return None
-        _require(own.origin, sha256)
+        _require(own.origin, sha256, identity)
         loader = PatchedLoader(fullname, own.origin, self.folder, patched)
         spec = importlib.util.spec_from_file_location(
             fullname,
@@ -180,8 +197,15 @@ class PatchedFinder:
         return None
 
 
-def _require(file: str, sha256: str) -> None:
-    """Raise RefusedError unless `file` has that hash."""
+def identity_of(status: os.stat_result) -> str:
+    """Return size and time of a file, which change with it."""
+    return f"{status.st_size}-{status.st_mtime_ns}"
+
+
+def _require(file: str, sha256: str, identity: str) -> None:
+    """Raise RefusedError unless `file` is that one, or has that hash."""
+    if identity_of(os.stat(file)) == identity:
+        return
     import hashlib
 
     with open(file, "rb") as opened:
@@ -197,11 +221,24 @@ def _without_stand_ins(folder: str) -> list[str]:
     return [place for place in sys.path if place != os.path.join(folder, STAND_INS)]
 
 
+def _require_safe(folder: str) -> None:
+    """Raise RefusedError for an overlay in which another user can write."""
+    for place in (folder, os.path.join(folder, MODULES), os.path.abspath(__file__)):
+        status = os.stat(place)
+        if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
+            raise RefusedError(
+                f"{place} belongs to user {status.st_uid} or can be written by others "
+                f"(mode {status.st_mode & 0o7777:o}); start again with kvtax run"
+            )
+
+
 def install(folder: str) -> None:
     """Import the patched modules of the overlay in `folder` from now on.
 
-    Finders that hand on to others, as those of import hooks do, stay in front.
+    Finders that hand on to others, as those of import hooks do, stay in front. Raises
+    RefusedError.
     """
+    _require_safe(folder)
     first = sys.meta_path.index(PathFinder) if PathFinder in sys.meta_path else 0
     sys.meta_path.insert(first, PatchedFinder(folder))
 

@@ -120,10 +120,10 @@ def _supervise(job: Foreground, owner: int) -> int:
         # A signal may end the processes before stop_tree sees what they share.
         _forward_signals(process.pid, note_shared)
         command = os.pidfd_open(process.pid)
-        watched = [job.watch] if job.watch else []
+        watched = [job.watch.fileno()] if job.watch else []
         while code is None and not {owner, command} & {*ends}:
             ends, _, _ = select.select([owner, command, *watched], [], [])
-            if job.watch and job.watch in ends:
+            if job.watch:
                 code = job.watch.check(descendants(os.getpid()))
     finally:
         for number in FORWARDED:

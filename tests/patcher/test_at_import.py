@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 import textwrap
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtax.engine.import_watch import ImportWatch
 from kvtax.patcher import (
     AnchorError,
     Patch,
@@ -342,13 +344,74 @@ def test_a_sitecustomize_in_front_that_runs_no_other_does_no_harm(site, method):
 
 def test_it_is_known_which_patched_modules_were_imported(site):
     whole = ["demo.scheduler", "demo.v1", "demo.v1.bom"]
-    assert never_imported(site.overlay) == (whole, True)
-    site.printed("import demo")
-    assert never_imported(site.overlay) == (whole, True)
-    site.printed("import demo.v1.more")
-    assert never_imported(site.overlay) == (["demo.scheduler", "demo.v1.bom"], False)
-    site.printed("import demo.scheduler, demo.v1.bom")
-    assert never_imported(site.overlay) == ([], False)
+    watch = ImportWatch(site.overlay, [], is_strict=True)
+    for script, never in {
+        "import demo": whole,
+        "import demo.v1.more": ["demo.scheduler", "demo.v1.bom"],
+        "import demo.scheduler, demo.v1.bom": [],
+    }.items():
+        site.printed(script)
+        assert watch.check([]) is None
+        assert never_imported(site.overlay) == (never, never == whole)
+
+
+@pytest.mark.parametrize("flags", [["-I"], ["-S"], []])
+@pytest.mark.parametrize("is_strict", [True, False])
+def test_a_process_without_the_patches_is_named(site, capsys, flags, is_strict):
+    script = f"""
+        import sys; sys.path.insert(0, {str(site.tree.root.parent)!r})
+        import demo.scheduler
+        print("imported", flush=True)
+        sys.stdin.read()
+    """
+    files = [site.tree.root / "scheduler.py"]
+    watch = ImportWatch(site.overlay, files, is_strict)
+    command = [sys.executable, *flags, "-c", textwrap.dedent(script)]
+    with subprocess.Popen(
+        command, env={}, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout.readline() == b"imported\n"
+        assert select.select([watch], [], [], 60)[0]
+        assert watch.check([process.pid]) == (3 if is_strict else None)
+        process.communicate()
+    assert f"process {process.pid} (" in capsys.readouterr().err
+
+
+def test_patched_processes_and_other_readers_are_not_named(site, capsys):
+    watch = ImportWatch(site.overlay, [site.tree.root / "scheduler.py"], True)
+    path = python_path(site.overlay, str(site.tree.root.parent))
+    script = "import demo.scheduler; print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PYTHONPATH": path},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        process.stdout.readline()
+        (site.tree.root / "scheduler.py").read_bytes()
+        assert watch.check([process.pid, os.getpid()][:1]) is None
+        process.communicate(b"\n")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o077])
+def test_nobody_else_can_write_the_overlay_whatever_the_umask(site, umask):
+    before = os.umask(umask)
+    try:
+        overlay = overlay_of(site.folder / "other", site.tree, site.patch)
+        site.printed("import demo.scheduler, demo.v1.more", overlay=overlay)
+    finally:
+        os.umask(before)
+    modes = {path: path.stat().st_mode for path in [overlay, *overlay.rglob("*")]}
+    assert any(path.suffix == ".code" for path in modes)
+    assert [path for path, mode in modes.items() if mode & 0o022] == []
+
+
+def test_an_overlay_that_others_can_write_is_not_used(site):
+    site.overlay.chmod(0o777)
+    done = site.run("from demo.v1 import bom; print(bom.patched)")
+    assert done.returncode != 0
+    assert "can be written by others" in done.stderr
 
 
 def test_the_bytecode_that_a_module_names_is_its_own(site):

