@@ -201,11 +201,13 @@ def _synthetic() -> str:
     analysis = judge(read_document(SYNTHETIC, Evidence))
     known = outcomes(analysis.document, analysis.roles)
     right: dict[str, list[str]] = {}
-    for one in known:
-        if one.kind == "right":
-            right.setdefault(one.expected, []).append(one.config.partition("/")[2])
+    for outcome in known:
+        if outcome.kind == "right":
+            right.setdefault(outcome.expected, []).append(
+                outcome.config.partition("/")[2]
+            )
     rows = [[verdict, ", ".join(names)] for verdict, names in right.items()]
-    wrong = [str(one) for one in known if one.kind != "right"]
+    wrong = [str(outcome) for outcome in known if outcome.kind != "right"]
     count = f"Of {len(known)} verdicts {len(known) - len(wrong)} are right."
     return "\n\n".join([table(["verdict", "right for"], rows), count, *wrong])
 
@@ -214,8 +216,14 @@ def _noisy() -> str:
     """Make the table of the sweep beside a noisy neighbour."""
     quiet = judge(read_document(occasions.COMMITTED, Evidence)).document.configs
     noisy = judge(read_document(NOISY, Evidence)).document.configs
-    known = {name: one for name, one in noisy.items() if one.verdict != "inconclusive"}
-    same = sum(one.verdict == quiet[name].verdict for name, one in known.items())
+    known = {
+        name: outcome
+        for name, outcome in noisy.items()
+        if outcome.verdict != "inconclusive"
+    }
+    same = sum(
+        outcome.verdict == quiet[name].verdict for name, outcome in known.items()
+    )
     return (
         f"{occasions.rows(occasions.read(NOISY))}\n\n"
         f"Of {len(noisy)} configs {same} get the verdict of the committed sweep, "

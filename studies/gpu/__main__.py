@@ -77,9 +77,9 @@ def lines(files: tarfile.TarFile, run: str, config: str, name: str) -> list[Any]
     """Read the records `name` of a server."""
     folder = f"{run}/{config}/r0/"
     (member,) = (
-        one
-        for one in files.getnames()
-        if one.startswith(folder) and one.endswith(f"/{name}")
+        member
+        for member in files.getnames()
+        if member.startswith(folder) and member.endswith(f"/{name}")
     )
     content = files.extractfile(member)
     assert content is not None
@@ -106,10 +106,11 @@ def gaps_ms(steps: list[Any]) -> Floats:
 def tpot_ms(requests: list[Any]) -> Floats:
     """Return mean TPOT of each hold: (holds,) ms."""
     of_hold: dict[str, list[float]] = defaultdict(list)
-    for one in requests:
-        if one.get("phase", "").endswith(LEVELS):
-            tpot_ns = tpot_of(one["first_token_ns"], one["end_ns"], DECODED_TOKENS)
-            of_hold[one["phase"]].append((tpot_ns or 0) / 1e6)
+    for request in requests:
+        if request.get("phase", "").endswith(LEVELS):
+            times = request["first_token_ns"], request["end_ns"]
+            tpot_ns = tpot_of(*times, DECODED_TOKENS)
+            of_hold[request["phase"]].append((tpot_ns or 0) / 1e6)
     return np.array([np.mean(of) for of in of_hold.values()])
 
 
@@ -126,7 +127,7 @@ def added(own: Floats, plain: Floats) -> Estimate:
 
 def rows() -> list[Row]:
     """Compute a row of each server."""
-    found, tpots = [], {}
+    servers, tpots = [], {}
     with tarfile.open(RECORDS) as files:
         for run, config in SERVERS:
             gaps = gaps_ms(lines(files, run, config, "engine_step.jsonl"))
@@ -134,7 +135,7 @@ def rows() -> list[Row]:
                 lines(files, run, config, "requests.jsonl")
             )
             plain = tpots.get((run, "plain")) if config != "plain" else None
-            found.append(
+            servers.append(
                 Row(
                     run,
                     config,
@@ -144,7 +145,7 @@ def rows() -> list[Row]:
                     None if plain is None else added(own, plain),
                 )
             )
-    return found
+    return servers
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -154,8 +155,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print and write the table. Returns the exit code."""
-    found = rows()
-    parts, result = [rows_table(found, COLUMNS)], {"rows": found}
+    servers = rows()
+    parts, result = [rows_table(servers, COLUMNS)], {"rows": servers}
     return publish("gpu", arguments.out, parts, result, {})
 
 

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fifteen minutes of a GPU that are worth most, by themselves.
+"""Measure on a GPU what the walk adds to TPOT, in calls of at most nine minutes.
 
-    python -m studies.gpu.session --out runs/gpu --profile gpu-sources
+    python -m studies.gpu.session --out runs/gpu --pack results
     python -m studies.gpu.session --out runs/dry --dry-run     # a null model, no GPU
 
-Registered first: the walk raises the TPOT of clients under asynchronous scheduling by
-0.3 ms. Plain vLLM and the walk take turns on one machine (plain, walk, walk, plain),
-each with 14 holds at an empty and at a nearly full cache; beside every second hold
-prompts are computed. Then, while there is time, one server each of: no-op, fixed
-Mooncake, NIXL, offloading without hits; and prompts of growing length on plain vLLM.
-All records stay in --out, and the table is written after each server.
+Plain vLLM and the walk take turns on one machine (plain, walk, walk, plain), each with
+14 holds at an empty and at a nearly full cache; beside every second hold prompts are
+computed. Then come one server each of no-op, fixed Mooncake, NIXL and offloading
+without hits, and prompts of growing length on plain vLLM. The table is written after
+each server. A second call with the same --out keeps the finished servers. --pack FOLDER
+puts table, result and all records there, as three files.
+
+Registered first: with asynchronous scheduling the walk adds 0.3 ms to clients' TPOT. An
+interval above 0 confirms that it adds, one below 0.15 ms refutes the 0.3; any other
+leaves the question open. Intervals hold the next server: they are of server means.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import argparse
 import itertools
 import json
 import sys
+import tarfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping
@@ -35,19 +40,21 @@ from kvtax.records.files import write_document, write_whole
 from kvtax.records.requests import Phase, place_of
 from kvtax.report.markdown import table
 from kvtax.stats import Estimate
-from kvtax.stats.distribution import Floats
+from kvtax.stats.distribution import Floats, t_quantile
 from kvtax.stats.quantiles import tpot_of
 from kvtax.stats.resampling import over_rounds
 from microbench.profile import Profile, load_profile
 from microbench.specs import first_trials, round_of
 from microbench.trial import TrialSpec, run_trial
-from studies.gpu.__main__ import added
 
 PLAIN, WALK = "plain", "mooncake_both_hash_sync"
+PAGE, RESULT = "session.md", "session.json"
 ABBA = ((PLAIN, 0), (WALK, 0), (WALK, 1), (PLAIN, 1))
 OFFLOADING = "observatory/offloading"
 THEN = ("noop", "mooncake_both_fixed", "nixl_both", OFFLOADING)
-PREFILL = "prefill"
+# The most valuable first; the last is the ladder of prompts.
+ORDER = (*ABBA, *((name, 0) for name in THEN), (PLAIN, 2))
+TPOT_FIELDS = ("first_token_ns", "end_ns", "output_tokens")
 LEVELS, PASSES = [0.0, 0.92], 7
 PREFILL_TOKENS = (512, 1_024, 2_048, 4_096, 8_000)
 BESIDE_TOKENS, PREFILLS = 2_048, 4
@@ -109,27 +116,55 @@ def rows(folder: Path, profile: Profile) -> list[Row]:
     level = len(profile.load.ladder.levels) - 1
     least = profile.load.ladder.levels[level] * profile.num_blocks * 0.9
     batch = profile.load.ladder.decoders
-    found, plain = [], None
-    for config in dict.fromkeys([PLAIN, WALK, *THEN]):
-        servers = sorted(folder.glob(f"{config}/r[01]"))
-        servers = [one for one in servers if _ended_well(one)]
-        if not servers:
-            continue
-        gaps = np.concatenate([_gaps_ms(one, batch, least) for one in servers])
-        tpot = np.concatenate([_tpot_ms(one, level) for one in servers])
-        plain = tpot if config == PLAIN else plain
-        found.append(
+    measured = {
+        config: [server for server in servers if _ended_well(server)]
+        for config in dict.fromkeys([PLAIN, WALK, *THEN])
+        if (servers := sorted(folder.glob(f"{config}/r[01]")))
+    }
+    measured = {config: servers for config, servers in measured.items() if servers}
+    tpots = {
+        config: [_tpot_ms(server, level) for server in servers]
+        for config, servers in measured.items()
+    }
+    means = {
+        config: np.array([holds.mean() for holds in of_servers])
+        for config, of_servers in tpots.items()
+    }
+    table_rows = []
+    for config, servers in measured.items():
+        gaps = np.concatenate([_gaps_ms(server, batch, least) for server in servers])
+        table_rows.append(
             Row(
                 config,
                 len(servers),
-                len(tpot),
+                sum(map(len, tpots[config])),
                 Estimate.of(over_rounds(gaps)),
                 Estimate.of(over_rounds(gaps, _p99)),
-                float(tpot.mean()),
-                None if config == PLAIN or plain is None else added(tpot, plain),
+                float(means[config].mean()),
+                None if config == PLAIN else added(config, means),
             )
         )
-    return found
+    return table_rows
+
+
+def added(config: str, means: Mapping[str, Floats]) -> Estimate | None:
+    """Compare server means with plain vLLM's: (servers,) ms by config.
+
+    The spread between servers is pooled over the configs that have several; with none
+    of those the difference has no interval.
+    """
+    own, plain = means[config], means.get(PLAIN)
+    if plain is None:
+        return None
+    several = [values for values in means.values() if len(values) > 1]
+    df = sum(len(values) - 1 for values in several)
+    difference = float(own.mean() - plain.mean())
+    if df == 0:
+        return Estimate(difference)
+    squares = sum(float(((values - values.mean()) ** 2).sum()) for values in several)
+    error = np.sqrt(squares / df * (1 / len(own) + 1 / len(plain)))
+    half = float(t_quantile(0.975, df) * error)
+    return Estimate(difference, (difference - half, difference + half))
 
 
 def _p99(values: Floats) -> float:
@@ -148,7 +183,8 @@ def _records(server: Path, name: str) -> list[Any]:
 
 def _gaps_ms(server: Path, batch: int, least_blocks: float) -> Floats:
     """Return ms between decode-only steps of a full batch that follow each other."""
-    steps = [one for one in _records(server, "engine_step.jsonl") if "t_ns" in one]
+    records = _records(server, "engine_step.jsonl")
+    steps = [step for step in records if "t_ns" in step]
     counts = [
         step["decode_tokens"] == batch
         and not step["prefill_tokens"]
@@ -158,8 +194,8 @@ def _gaps_ms(server: Path, batch: int, least_blocks: float) -> Floats:
     pairs = zip(itertools.pairwise(steps), itertools.pairwise(counts), strict=True)
     return np.array(
         [
-            (later["t_ns"] - one["t_ns"]) / 1e6
-            for (one, later), is_in in pairs
+            (later["t_ns"] - earlier["t_ns"]) / 1e6
+            for (earlier, later), is_in in pairs
             if all(is_in)
         ]
     )
@@ -168,27 +204,29 @@ def _gaps_ms(server: Path, batch: int, least_blocks: float) -> Floats:
 def _tpot_ms(server: Path, level: int) -> Floats:
     """Return mean TPOT of each hold at a level, ms."""
     of_hold: dict[str, list[float]] = defaultdict(list)
-    for one in _records(server, "requests.jsonl"):
-        phase = str(one.get("phase", ""))
+    for request in _records(server, "requests.jsonl"):
+        phase = str(request.get("phase", ""))
         if phase.endswith(".decoders") and place_of(phase).level == level:
-            times = one["first_token_ns"], one["end_ns"], one["output_tokens"]
-            of_hold[one["phase"]].append((tpot_of(*times) or 0) / 1e6)
+            times = (request[name] for name in TPOT_FIELDS)
+            of_hold[phase].append((tpot_of(*times) or 0) / 1e6)
     return np.array([np.mean(of) for of in of_hold.values()])
 
 
 def prefill_ms(folder: Path) -> dict[int, list[float]]:
     """Return TTFT by prompt length, ms, if the ladder of prompts was run."""
     server = folder / PLAIN / "r2"
-    found: dict[int, list[float]] = defaultdict(list)
+    ttft_of: dict[int, list[float]] = defaultdict(list)
     if _ended_well(server):
-        for one in _records(server, "requests.jsonl"):
-            if one.get("first_token_ns"):
-                ttft_ms = (one["first_token_ns"] - one["sent_ns"]) / 1e6
-                found[one["prompt_tokens"]].append(round(ttft_ms, 3))
-    return found
+        for request in _records(server, "requests.jsonl"):
+            if request.get("first_token_ns"):
+                ttft_ms = (request["first_token_ns"] - request["sent_ns"]) / 1e6
+                ttft_of[request["prompt_tokens"]].append(round(ttft_ms, 3))
+    return ttft_of
 
 
-def page(found: list[Row], prefills: dict[int, list[float]], errors: list[str]) -> str:
+def page(
+    table_rows: list[Row], prefills: dict[int, list[float]], errors: list[str]
+) -> str:
     """Render what there is so far."""
     head = ["config", "servers", "holds", "median gap, ms", "p99 of gaps, ms"]
     head += ["mean TPOT, ms", "more than plain"]
@@ -202,7 +240,7 @@ def page(found: list[Row], prefills: dict[int, list[float]], errors: list[str]) 
             f"{row.tpot_ms:.2f}",
             f"{row.tpot_added_ms:+.2f}" if row.tpot_added_ms else "",
         ]
-        for row in found
+        for row in table_rows
     ]
     parts = [table(head, body)]
     if prefills:
@@ -216,29 +254,52 @@ def page(found: list[Row], prefills: dict[int, list[float]], errors: list[str]) 
 def run_servers(
     first: Mapping[str, TrialSpec], out: Path, deadline_s: float, profile: Profile
 ) -> int:
-    """Run servers until the time is over; write the table after each. The exit code."""
+    """Run the servers that are missing until the time is over; return the exit code.
+
+    Writes table and result after each server.
+    """
     errors: list[str] = []
-    order = [*ABBA, *((name, 0) for name in THEN), (PLAIN, 2)]
     longest_s = 0.0
-    for config, repeat in order:
+    for config, repeat in ORDER:
         began_s = time.monotonic()
+        (planned,) = round_of(first, repeat, [config])
+        if _ended_well(out / planned.folder):
+            continue
         if began_s + longest_s > deadline_s:
             errors.append(f"No time was left for `{config}`, server {repeat}.")
             continue
-        (planned,) = round_of(first, repeat, [config])
         record = run_trial(out / planned.folder, planned)
         if record.error:
             errors.append(f"`{config}` failed: {record.error.splitlines()[0]}")
         longest_s = max(longest_s, time.monotonic() - began_s)
-        found, prefills = rows(out, profile), prefill_ms(out)
-        text = page(found, prefills, errors)
-        write_whole(out / "session.md", text.encode())
-        facts = provenance.collect(planned.patches, "python -m studies.gpu.session")
-        document = {"rows": found, "prefill_ms": prefills, "errors": errors}
-        write_document(out / "session.json", {"provenance": facts} | document)
+        write_result(out, profile, planned.patches, errors)
         print(f"{config}, server {repeat}: {record.status}", flush=True)
-    print(text)
+    write_result(out, profile, {}, errors)
+    print((out / PAGE).read_text())
     return 3 if errors else 0
+
+
+def write_result(
+    out: Path, profile: Profile, patches: dict[str, str], errors: list[str]
+) -> None:
+    """Write PAGE and RESULT, of the servers that have finished."""
+    table_rows, prefills = rows(out, profile), prefill_ms(out)
+    write_whole(out / PAGE, page(table_rows, prefills, errors).encode())
+    facts = provenance.collect(patches, "python -m studies.gpu.session")
+    document = {"rows": table_rows, "prefill_ms": prefills, "errors": errors}
+    write_document(out / RESULT, {"provenance": facts} | document)
+
+
+def pack(out: Path, folder: Path) -> None:
+    """Copy table and result into `folder`, and the records of all servers as a file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (PAGE, RESULT):
+        write_whole(folder / name, (out / name).read_bytes())
+    with tarfile.open(folder / "records.tar.xz", "w:xz") as packed:
+        for config, repeat in ORDER:
+            server = out / config / f"r{repeat}"
+            if server.is_dir():
+                packed.add(server, server.relative_to(out.parent))
 
 
 def session(name: str, dry_run: bool) -> Session:
@@ -271,7 +332,8 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, default=Path("runs/gpu-session"))
     parser.add_argument("--profile", default="gpu-sources", help="default gpu-sources")
-    parser.add_argument("--minutes", type=float, default=15.0)
+    parser.add_argument("--minutes", type=float, default=9.0, help="default 9")
+    parser.add_argument("--pack", type=Path, metavar="FOLDER", help="see above")
     parser.add_argument("--dry-run", action="store_true", help="without a GPU, smaller")
     arguments = parser.parse_args()
     profile = session(arguments.profile, arguments.dry_run)
@@ -280,10 +342,13 @@ def main() -> int:
     try:
         preflight.check_machine(profile)
         with first_trials(out, profile, installation()) as first:
-            return run_servers(first, out, deadline_s, profile)
+            status = run_servers(first, out, deadline_s, profile)
     except preflight.PreflightError as error:
         print(f"gpu session: {error}", file=sys.stderr)
         return 3
+    if arguments.pack:
+        pack(out, arguments.pack)
+    return status
 
 
 if __name__ == "__main__":

@@ -171,13 +171,13 @@ def compare(made: HostTable) -> list[dict[str, Any]]:
         rows = []
         for connector in CONNECTORS:
             for running in RUNNING:
-                found = {
+                latencies = {
                     host: processes[""].ask(
                         "latencies", running, msgspec.to_builtins(times)
                     )
                     for host, times in hosts_of(cells[connector]).items()
                 }
-                rows.append({"connector": connector, "running": running} | found)
+                rows.append({"connector": connector, "running": running} | latencies)
         return rows
 
 

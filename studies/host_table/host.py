@@ -133,9 +133,9 @@ def _rounded(us: float) -> float:
 def request_times(run_dir: Path) -> RequestTimes:
     """Return the times from all runs below `run_dir`. Raises RecordsError."""
     rows = [
-        one
+        row
         for path in sorted(run_dir.rglob("engine_request.jsonl"))
-        for one in _outside(path.parent)
+        for row in _outside(path.parent)
     ]
     if len(rows) < 2:
         raise RecordsError(f"{run_dir}: no records of requests that met an idle engine")
@@ -158,15 +158,15 @@ def _outside(life: Path) -> Iterator[tuple[int, float, float]]:
         for client in read_arm(arm).requests
         if client.status == "ok"
     }
-    for one in requests.records:
-        client = sent.get(one.id)
-        before = int(np.searchsorted(began_ns, one.arrival_ns)) - 1
-        if client is None or (before >= 0 and one.arrival_ns < ended_ns[before]):
+    for request in requests.records:
+        client = sent.get(request.id)
+        before = int(np.searchsorted(began_ns, request.arrival_ns)) - 1
+        if client is None or (before >= 0 and request.arrival_ns < ended_ns[before]):
             continue
         yield (
-            one.prompt_tokens,
-            (one.arrival_ns - client.sent_ns) / 1e3,
-            (client.first_token_ns - ended_ns[one.first_token_step]) / 1e3,
+            request.prompt_tokens,
+            (request.arrival_ns - client.sent_ns) / 1e3,
+            (client.first_token_ns - ended_ns[request.first_token_step]) / 1e3,
         )
 
 

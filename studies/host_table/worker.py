@@ -51,14 +51,20 @@ def _latencies(model: str, running: int, host: StepTimes) -> dict[str, float]:
         lines = read_lines(
             folder / "replay.jsonl", ReplayHeader, ReplayedRequest | ReplayEnd
         )
-    requests = [one for one in lines.records if isinstance(one, ReplayedRequest)]
+    requests = [
+        request for request in lines.records if isinstance(request, ReplayedRequest)
+    ]
     ttft_ms, tpot_ms = [], []
-    for one in requests:
-        if one.sent_ns is None or one.first_token_ns is None or one.end_ns is None:
-            raise RuntimeError(f"{one.id} was not answered: {one.error}")
-        ttft_ms.append((one.first_token_ns - one.sent_ns) / 1e6)
-        tokens = one.usage_completion_tokens or 0
-        tpot_ns = tpot_of(one.first_token_ns, one.end_ns, tokens)
+    for request in requests:
+        if (
+            request.sent_ns is None
+            or request.first_token_ns is None
+            or request.end_ns is None
+        ):
+            raise RuntimeError(f"{request.id} was not answered: {request.error}")
+        ttft_ms.append((request.first_token_ns - request.sent_ns) / 1e6)
+        tokens = request.usage_completion_tokens or 0
+        tpot_ns = tpot_of(request.first_token_ns, request.end_ns, tokens)
         tpot_ms += [] if tpot_ns is None else [tpot_ns / 1e6]
     return {"ttft_ms": mean(ttft_ms), "tpot_ms": mean(tpot_ms)}
 

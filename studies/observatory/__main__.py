@@ -49,7 +49,7 @@ COLUMNS = {
 def ratio(above: Measured, below: Measured, axis: str) -> Estimate:
     """Compute the ratio of steps: the median over the levels, by pass."""
     above_us, below_us = (
-        np.array(one.means_us[axis]["step_us"]) for one in (above, below)
+        np.array(measured.means_us[axis]["step_us"]) for measured in (above, below)
     )
     return Estimate.of(median_of_passes(np.median(above_us / below_us, axis=1)))
 
@@ -64,7 +64,7 @@ def compare(
 ) -> tuple[list[SourcesRow], dict[str, str]]:
     """Hold a connector on the build, again on it, and on the sources."""
     connector = load_connector(name)
-    three = [(connector, one) for one in (build, build, sources)]
+    three = [(connector, installed) for installed in (build, build, sources)]
     with tempfile.TemporaryDirectory(prefix="kvtax-sources-") as folder:
         first, second, third = held(three, Path(folder), AXES, LIMIT_S)
     rows = [
