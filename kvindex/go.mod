@@ -1,3 +1,3 @@
-module kvtax/kvindex
+module github.com/kvtax/kvtax/kvindex
 
 go 1.25

@@ -5,8 +5,8 @@
 // It is the lookup on the request path of a prefix-aware router: keys are block
 // hashes, a prompt is a chain of keys, and the router asks how many leading blocks of
 // the chain each pod holds. Reads wait for no lock; writers take turns. A read that
-// finds a chain in many pieces joins them, unless a writer is at work: it takes longer,
-// and writers wait for it. The index holds at most a fixed number of keys and drops
+// finds a chain in many pieces joins up to 512 keys of it, unless a writer is at work: it
+// takes longer, and writers wait for it. The index holds at most a fixed number of keys and drops
 // those least recently added or read, a chain from its tail.
 package kvindex
 

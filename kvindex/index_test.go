@@ -458,6 +458,43 @@ func TestAChainIsFoundInOnePieceHoweverItCame(t *testing.T) {
 	}
 }
 
+// TestAReaderLinksOnlySoManyKeys: writers wait for a reader that links, whatever the
+// length of a chain that came block by block.
+func TestAReaderLinksOnlySoManyKeys(t *testing.T) {
+	const length = 62_500
+	x := newIndex(t, 2*length, 2)
+	keys := chain(1, length)
+	for _, key := range keys {
+		x.Add([]uint64{key}, "a")
+	}
+	single := func() (count int) {
+		for _, key := range keys {
+			table, i, _ := x.keys.find(key)
+			if table.place(i).run() == 0 {
+				count++
+			}
+		}
+		return count
+	}
+	before := single()
+	if before < length-maxRelinked {
+		t.Fatalf("%d of %d keys are linked already", length-before, length)
+	}
+	for before > 0 {
+		if scores := x.Score(keys, nil); len(scores) != 1 || scores[0].Blocks != length {
+			t.Fatalf("scores are %v", scores)
+		}
+		after := single()
+		if linked := before - after; linked > maxRelinked || linked < min(before, maxRelinked) {
+			if before <= 2*length/keysPerPiece {
+				break // they are so few that they are not worth it
+			}
+			t.Fatalf("a read linked %d keys of %d", linked, before)
+		}
+		before = after
+	}
+}
+
 // TestABlockTakesAtMost64Bytes, whatever the fill.
 func TestABlockTakesAtMost64Bytes(t *testing.T) {
 	const capacity = 100_000

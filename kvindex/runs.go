@@ -259,14 +259,26 @@ func (x *Index[P]) link(chain []uint64) {
 	x.bindAll(chain[begin:])
 }
 
-// relink is link for a reader that found a chain in many pieces. It does not wait for
-// its turn: the next reader will do it.
+// maxRelinked keys are what one reader links at most, as writers wait for it meanwhile.
+const maxRelinked = maxRun
+
+// relink is link for a reader that found a chain in many pieces: of the first keys that
+// are not linked. The next readers link the others. It does not wait for its turn.
 func (x *Index[P]) relink(chain []uint64) {
-	if x.mu.TryLock() {
-		defer x.mu.Unlock()
-		x.link(chain)
-		x.settle()
+	if !x.mu.TryLock() {
+		return
 	}
+	defer x.mu.Unlock()
+	n := 0
+	for n < len(chain) {
+		piece := x.piece(chain[n:])
+		if piece > 0 && piece < 2*keysPerPiece {
+			break
+		}
+		n += max(1, piece)
+	}
+	x.link(chain[n:min(len(chain), n+maxRelinked)])
+	x.settle()
 }
 
 // piece returns how many keys of a chain are found at once, zero if the first is not

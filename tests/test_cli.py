@@ -144,28 +144,28 @@ def shell(command: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def anonymise(tmp_path) -> str:
+def sample(tmp_path) -> str:
     """The command that makes a small trace."""
-    line = '{"timestamp": 1, "prompt": [1], "usage": {"output_tokens": 2}}'
-    (tmp_path / "log").write_text(line)
-    return f"kvtax trace anonymise {tmp_path}/log {tmp_path}/trace"
+    line = '{"timestamp": 1, "input_length": 1, "output_length": 2, "hash_ids": [0]}'
+    (tmp_path / "source").write_text(line)
+    return f"kvtax trace sample {tmp_path}/source {tmp_path}/trace --requests 1"
 
 
 @pytest.mark.slow
 def test_a_command_whose_stdout_is_closed_works_and_writes_into_no_file(
-    anonymise, tmp_path
+    sample, tmp_path
 ):
-    made = shell(f"{anonymise} >&- <&-")
+    made = shell(f"{sample} >&- <&-")
     assert (made.returncode, made.stderr) == (Exit.GOOD, "")
     first, *_ = (tmp_path / "trace").read_text().splitlines()
     assert first.startswith("{")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["kvtax --help", "{anonymise}"])
-def test_output_that_cannot_be_written_is_one_line_of_error(command, anonymise):
+@pytest.mark.parametrize("command", ["kvtax --help", "{sample}"])
+def test_output_that_cannot_be_written_is_one_line_of_error(command, sample):
     buffered = {"PYTHONUNBUFFERED": ""}
-    ended = shell(f"{command.format(anonymise=anonymise)} > /dev/full", **buffered)
+    ended = shell(f"{command.format(sample=sample)} > /dev/full", **buffered)
     assert ended.returncode == Exit.BAD_INPUT
     assert ended.stderr == (
         "kvtax: [Errno 28] No space left on device: 'standard output'\n"
@@ -173,8 +173,8 @@ def test_output_that_cannot_be_written_is_one_line_of_error(command, anonymise):
 
 
 @pytest.mark.slow
-def test_a_sign_that_the_terminal_lacks_is_no_error(anonymise, tmp_path):
-    assert shell(anonymise).returncode == Exit.GOOD
+def test_a_sign_that_the_terminal_lacks_is_no_error(sample, tmp_path):
+    assert shell(sample).returncode == Exit.GOOD
     described = shell(
         f"cd {tmp_path}; mv trace µ; kvtax trace stats µ",
         PYTHONIOENCODING="ascii",

@@ -37,7 +37,6 @@ from tools.locked_results import (
 INPUTS = (
     "configs/models/",
     "fleet/traces/",
-    "kvindex/cmd/kvindexd/",
     "kvtax/look/grafana.json",
     "kvtax/report/assets/",
     "tests/patcher/",

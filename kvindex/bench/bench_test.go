@@ -13,8 +13,8 @@ import (
 	"strings"
 	"testing"
 
-	"kvtax/kvindex"
-	"kvtax/kvindex/bench/trace"
+	"github.com/kvtax/kvtax/kvindex"
+	"github.com/kvtax/kvtax/kvindex/bench/trace"
 )
 
 // TestMain is kvbench itself where a test asks for it: each trial is a process.
@@ -65,8 +65,8 @@ func TestARunHasEveryRowOfBothSidesAndTheReportSaysSo(t *testing.T) {
 	if err := json.Unmarshal(data, &file); err != nil {
 		t.Fatal(err)
 	}
-	if len(file.Trials) != 2*len(rows()) || file.Provenance.Crate != "1.6.1" {
-		t.Fatalf("%d trials of %d rows, crate %q", len(file.Trials), len(rows()), file.Provenance.Crate)
+	if len(file.Trials) != 2*len(rows(quickArguments)) || file.Provenance.Crate != "1.6.1" {
+		t.Fatalf("%d trials of %d rows, crate %q", len(file.Trials), len(rows(quickArguments)), file.Provenance.Crate)
 	}
 	for _, trial := range file.Trials {
 		r := trial.Result
@@ -87,13 +87,41 @@ func TestARunHasEveryRowOfBothSidesAndTheReportSaysSo(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, row := range rows() {
+	for _, row := range rows(quickArguments) {
 		if !strings.Contains(string(text), row.name+" | ") {
 			t.Errorf("%q is not in the report", row.name)
 		}
 	}
+	if s := string(text); strings.Contains(s, "1 M") || !strings.Contains(s, "100000 blocks on 1 pods") {
+		t.Errorf("the report of 100,000 blocks names another number:\n%s", s)
+	}
 	if s := string(text); !strings.HasPrefix(s, "before\n") || !strings.HasSuffix(s, "\nafter\n") || strings.Contains(s, "old\n") {
 		t.Errorf("the report did not replace what is between the markers:\n%s", s)
+	}
+}
+
+func TestLocksHaveARowOfEachDesign(t *testing.T) {
+	folder := t.TempDir()
+	out, readme := filepath.Join(folder, "locks.json"), filepath.Join(folder, "README.md")
+	if err := os.WriteFile(readme, []byte(lockBegin+lockEnd), 0o666); err != nil {
+		t.Fatal(err)
+	}
+	if err := bench(t, "locks", "-rounds", "1", "-out", out, "-readme", readme); err != nil {
+		t.Fatal(err)
+	}
+	data, err := os.ReadFile(out)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var file locked
+	if err := json.Unmarshal(data, &file); err != nil {
+		t.Fatal(err)
+	}
+	for i, kept := range []int{263, 263, 0} {
+		d := file.Designs[i]
+		if d.Design != designs[i] || d.KeptBlocks != kept || d.P50Us[0] <= 0 || d.EventsPerS[0] <= 0 {
+			t.Errorf("%+v, want %d blocks kept", d, kept)
+		}
 	}
 }
 

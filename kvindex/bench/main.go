@@ -5,6 +5,7 @@
 //
 //	kvbench run -peer PROGRAM -out FILE    measures both sides
 //	kvbench report -in FILE -readme FILE   writes the tables into a README
+//	kvbench locks -out FILE -readme FILE   measures reads by Get, by Peek and by kvindex
 //	kvbench trial KIND name=value ...      measures one thing of kvindex, for run
 package main
 
@@ -28,7 +29,7 @@ import (
 	"time"
 )
 
-const usage = "usage: kvbench run|report|trial ..."
+const usage = "usage: kvbench run|report|locks|trial ..."
 
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM, syscall.SIGHUP)
@@ -48,6 +49,8 @@ func command(ctx context.Context, args []string, stdout, stderr io.Writer) error
 		return runCommand(ctx, args[1:], stderr)
 	case "report":
 		return reportCommand(args[1:], stderr)
+	case "locks":
+		return locksCommand(ctx, args[1:], stderr)
 	case "trial":
 		return trialCommand(args[1:], stdout)
 	}
@@ -100,16 +103,21 @@ func reportCommand(args []string, stderr io.Writer) error {
 	if err := json.Unmarshal(data, &file); err != nil {
 		return fmt.Errorf("%s: %w", *in, err)
 	}
-	text, err := os.ReadFile(*readme)
+	return replaceBetween(*readme, beginMarker, endMarker, report(file))
+}
+
+// replaceBetween replaces the lines of a file between two markers.
+func replaceBetween(name, begin, end, lines string) error {
+	text, err := os.ReadFile(name)
 	if err != nil {
 		return err
 	}
-	before, rest, found := strings.Cut(string(text), beginMarker)
-	_, after, ended := strings.Cut(rest, endMarker)
-	if !found || !ended {
-		return fmt.Errorf("%s has no lines %s and %s", *readme, beginMarker, endMarker)
+	before, rest, begun := strings.Cut(string(text), begin)
+	_, after, ended := strings.Cut(rest, end)
+	if !begun || !ended {
+		return fmt.Errorf("%s has no lines %s and %s", name, begin, end)
 	}
-	return os.WriteFile(*readme, []byte(before+beginMarker+report(file)+endMarker+after), 0o666)
+	return os.WriteFile(name, []byte(before+begin+lines+end+after), 0o666)
 }
 
 func trialCommand(args []string, stdout io.Writer) error {
@@ -172,8 +180,12 @@ type row struct {
 
 func newRow(kind, args, name string) row { return row{name, kind, strings.Fields(args)} }
 
-// rows are all lines of the tables.
-func rows() []row {
+// rows are all lines of the tables, of trials with these further arguments.
+func rows(more []string) []row {
+	blocksHeld := "1 M"
+	if a, err := parseArguments(more); err == nil && a.get("keys", 1_000_000) != 1_000_000 {
+		blocksHeld = fmt.Sprint(a["keys"])
+	}
 	var all []row
 	for _, blocks := range []string{"263", "1024"} {
 		for _, pods := range []string{"1", "10", "40"} {
@@ -185,7 +197,7 @@ func rows() []row {
 		newRow("lookup", "blocks=263 holders=40 depths=1", "one reader, 263 blocks, each of 40 pods to another depth"),
 		newRow("lookup", "blocks=263 holders=10 fork=16", "one reader, 263 blocks, others part at each 16th"),
 		newRow("lookup", "blocks=1024 holders=40 fork=16", "one reader, 1024 blocks on 40 pods, others part at each 16th"),
-		newRow("cold", "blocks=263 holders=10", "one reader, 263 blocks of 1 M, in random order"),
+		newRow("cold", "blocks=263 holders=10", "one reader, 263 blocks of "+blocksHeld+", in random order"),
 		newRow("lookup", "blocks=263 holders=10 threads=2", "two readers, 263 blocks"),
 	)
 	for _, shape := range []string{"64 263 1", "64 263 10", "64 263 40", "128 263 10", "64 1024 1", "64 1024 10", "64 1024 40", "128 1024 10"} {
@@ -198,7 +210,7 @@ func rows() []row {
 		all = append(all, newRow("loop", "readers=64 holders=10 blocks="+blocks, "64 readers in a loop beside the writers, "+blocks+" blocks"))
 	}
 	for _, pods := range []string{"1", "10", "40"} {
-		all = append(all, newRow("memory", "holders="+pods, "1 M blocks on "+pods+" pods"))
+		all = append(all, newRow("memory", "holders="+pods, blocksHeld+" blocks on "+pods+" pods"))
 	}
 	return all
 }
@@ -223,7 +235,7 @@ type run struct {
 func (r *run) all(ctx context.Context, save func(results) error) error {
 	file := results{Provenance: newProvenance(ctx)}
 	for round := range r.rounds {
-		for n, row := range rows() {
+		for n, row := range rows(r.more) {
 			if row.kind == "memory" && round > 0 {
 				continue // it does not depend on time
 			}
@@ -342,7 +354,7 @@ func report(file results) string {
 	b.WriteString("| | kvindex | crate | ratio of p50 | ratio of p99 |\n|---|---:|---:|---:|---:|\n")
 	b.WriteString(strings.Join(latencies, ""))
 	b.WriteString("\n| | kvindex | crate | ratio |\n|---|---:|---:|---:|\n")
-	for _, row := range rows() {
+	for _, row := range rows(file.more()) {
 		if row.kind == "lookup" && !slices.Contains(row.args, "threads=2") {
 			continue // the latency says as much
 		}
@@ -381,7 +393,7 @@ func report(file results) string {
 func (f results) latencies() (lines []string, behind [2]int) {
 	p50 := func(r result) float64 { return r.Latency.P50Us }
 	p99 := func(r result) float64 { return r.Latency.P99Us }
-	for _, row := range rows() {
+	for _, row := range rows(f.more()) {
 		if row.kind == "memory" {
 			continue
 		}
@@ -399,6 +411,17 @@ func (f results) latencies() (lines []string, behind [2]int) {
 		lines = append(lines, line+" |\n")
 	}
 	return lines, behind
+}
+
+// more returns the arguments that all trials of a run have.
+func (f results) more() []string {
+	var more []string
+	for _, t := range f.Trials {
+		if t.Kind == "memory" {
+			more = t.Args[1:]
+		}
+	}
+	return more
 }
 
 // values returns what a side's results of a row say, round by round.

@@ -15,7 +15,7 @@ import (
 	"sync/atomic"
 	"time"
 
-	"kvtax/kvindex"
+	"github.com/kvtax/kvtax/kvindex"
 )
 
 // The load, of which peer/src/main.rs has a copy.
@@ -57,8 +57,23 @@ func newChain(first uint64, blocks int) []uint64 {
 	return chain
 }
 
+// A store is an index as the load uses it.
+type store interface {
+	Add(chain []uint64, pods ...string)
+	Evict(key uint64, pods ...string) bool
+	Score(chain []uint64, scores []score) []score
+}
+
 func newIndex(capacity, holders int) (*index, error) {
 	return kvindex.New[string](kvindex.Config{Capacity: capacity, MaxPodsPerKey: max(10, holders)})
+}
+
+// newStore returns the design of that number.
+func newStore(a arguments, capacity, holders int) (store, error) {
+	if design := a.get("design", 0); design > 0 {
+		return newNested(capacity, max(10, holders), design == peekDesign)
+	}
+	return newIndex(capacity, holders)
 }
 
 // A hotSet is the prefixes that everybody asks for, and who holds how much of each.
@@ -107,7 +122,7 @@ func (h *hotSet) heldBy(pod int) [][]uint64 {
 	return held
 }
 
-func (h *hotSet) fill(x *index, filler int) {
+func (h *hotSet) fill(x store, filler int) {
 	for added := 0; added < filler; added += fillerBlocks {
 		x.Add(newChain(h.next, fillerBlocks), podNames[added/fillerBlocks%podCount])
 		h.next += fillerBlocks
@@ -152,7 +167,7 @@ type writers struct {
 // startWriters has eventsPerS sent in all, at a fixed interval, each pod's at a phase of
 // its own: half of them prefixes once more, half fresh, each of these with the removal of
 // as many blocks.
-func startWriters(x *index, h *hotSet, eventsPerS int) *writers {
+func startWriters(x store, h *hotSet, eventsPerS int) *writers {
 	kept := make([][][]uint64, podCount)
 	for pod := range kept {
 		for n := range keptEvents {
@@ -171,7 +186,7 @@ func startWriters(x *index, h *hotSet, eventsPerS int) *writers {
 }
 
 // write sends an event at every intended time, at once if it is late.
-func (w *writers) write(x *index, h *hotSet, pod int, kept [][]uint64, intended time.Time, interval time.Duration) {
+func (w *writers) write(x store, h *hotSet, pod int, kept [][]uint64, intended time.Time, interval time.Duration) {
 	held := h.heldBy(pod)
 	rnd := random(uint64(pod) << 32)
 	next := h.next + uint64(pod+1)<<40
@@ -220,6 +235,7 @@ type result struct {
 	Events        *events    `json:"events,omitempty"`
 	Wrong         int        `json:"wrong"`             // answers
 	Answers       []string   `json:"answers,omitempty"` // for each prefix, pod:blocks
+	Kept          int        `json:"kept,omitempty"`    // blocks of a prompt that is only read
 }
 
 // events are what the writers sent beside the lookups.
@@ -243,11 +259,12 @@ func quantilesOf(times []time.Duration) *quantiles {
 
 // trials are the kinds of trials.
 var trials = map[string]func(arguments) (result, error){
-	"lookup": lookup,
-	"burst":  burst,
-	"loop":   loop,
-	"cold":   cold,
-	"memory": memory,
+	"lookup":  lookup,
+	"burst":   burst,
+	"loop":    loop,
+	"cold":    cold,
+	"memory":  memory,
+	"recency": recency,
 }
 
 // arguments are name=value, as both sides read them.
@@ -347,7 +364,7 @@ func burst(a arguments) (result, error) {
 	readers, bursts := a.get("readers", 64), a.get("bursts", 8)
 	period := time.Duration(a.get("period_ms", 250)) * time.Millisecond
 	h := newHotSet(a)
-	x, err := newIndex(250_000, h.holders)
+	x, err := newStore(a, 250_000, h.holders)
 	if err != nil {
 		return result{}, err
 	}

@@ -1,4 +1,4 @@
-module kvtax/kvindex/llmd
+module github.com/kvtax/kvtax/kvindex/llmd
 
 go 1.25.0
 
@@ -7,7 +7,7 @@ require (
 	github.com/llm-d/llm-d-kv-cache v0.9.0
 	github.com/stretchr/testify v1.11.1
 	k8s.io/apimachinery v0.33.11
-	kvtax/kvindex v0.0.0
+	github.com/kvtax/kvtax/kvindex v0.0.0
 )
 
 require (
@@ -82,4 +82,4 @@ require (
 	sigs.k8s.io/yaml v1.4.0 // indirect
 )
 
-replace kvtax/kvindex => ../
+replace github.com/kvtax/kvtax/kvindex => ../

@@ -19,7 +19,7 @@ import (
 	"github.com/llm-d/llm-d-kv-cache/pkg/kvcache/kvblock"
 	"k8s.io/apimachinery/pkg/util/sets"
 
-	"kvtax/kvindex"
+	"github.com/kvtax/kvtax/kvindex"
 )
 
 // An Index tells which pods hold which KV-cache blocks. Lookup takes no lock; the other

@@ -14,9 +14,9 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/kvtax/kvtax/kvindex/llmd"
 	"github.com/llm-d/llm-d-kv-cache/pkg/kvcache/kvblock"
 	"k8s.io/apimachinery/pkg/util/sets"
-	"kvtax/kvindex/llmd"
 )
 
 // A pair is upstream's index and the adapter, given the same calls.

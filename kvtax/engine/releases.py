@@ -3,7 +3,7 @@
 
 Each is a folder of .releases/, installed from its lock in locks/releases/. They share
 what they have in common through links into uv's cache. Packages that a connector needs
-beside them are in .releases/beside/. The fleet bench puts vllm-router there, too.
+beside them are in .releases/beside/.
 """
 
 from __future__ import annotations

@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import tomllib
-
-import pytest
 
 from kvtax import patcher
 from kvtax.paths import CONFIGS, PATCHES, REPOSITORY
@@ -60,19 +57,6 @@ def test_each_release_that_has_a_cpu_build_has_its_lock_and_each_lock_its_releas
         and lock != f"locks/releases/{release.version}.txt"
     ]
     assert misnamed == []
-
-
-@pytest.mark.parametrize(
-    ("path", "table"),
-    [
-        ("blockhash/testdata/vectors.json", "made"),
-        ("events/testdata/messages.json", None),
-    ],
-)
-def test_kvindexd_is_tested_with_the_hashes_and_events_of_each_release(path, table):
-    document = json.loads((REPOSITORY / "kvindex/cmd/kvindexd" / path).read_text())
-    versions = [release.version for release in RELEASES["vllm"]]
-    assert list(document[table] if table else document) == versions
 
 
 def test_no_file_repeats_the_list_of_releases():

@@ -5,7 +5,7 @@ from kvtax.cli import Command
 
 PACKAGE = "./fleet"
 TRACE = Command(
-    "trace", "read, sample, anonymise request traces", "kvtax_fleet.cli.trace", PACKAGE
+    "trace", "describe and sample request traces", "kvtax_fleet.cli.trace", PACKAGE
 )
 PROXY = Command("proxy", "route to instances", "kvtax_fleet.cli.proxy", PACKAGE)
 FLEET = Command(

@@ -1,29 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small experiments on stand-ins, for tests that change one thing in them."""
+"""Small experiments, for tests that change one thing in them.
+
+    python -m fleet.tests.experiment.small_experiment EXPERIMENT.toml --out DIR
+
+is `kvtax fleet` with stand-ins in place of the servers of vLLM. With WARM=1 the second
+one has served a request before it is handed over.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
+import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 from tests.harness.standin.process import standin
 
-from kvtax_fleet.experiment.config import Arm, Experiment, Given, Workload
-from kvtax_fleet.instances import write_instances
+from kvtax_fleet.experiment.config import Arm, Experiment, Workload
+from kvtax_fleet.launch.launched import LaunchedInstance
 from kvtax_fleet.records.instances import Instance
 
 SMOKE = """
 summary = "the experiment itself, on two stand-ins, in seconds"
+profile = "h20-30b-a3b"
 instances = 2
 concurrency = [2]
 repeats = 1
 baseline = "linear"
-
-[given]
-file = "FILE"
-restart = ["RESTART"]
 
 [workload]
 trace = "traces/claude_code_sessions_le62k.jsonl.xz"
@@ -50,19 +58,6 @@ def smoke_of(arms: int) -> str:
     return "[arms.".join(SMOKE.split("[arms.")[: 1 + arms])
 
 
-@contextmanager
-def on_standins(folder: Path, text: str) -> Iterator[Path]:
-    """Write the experiment's file; its two stand-ins run inside the context."""
-    config, file = folder / "experiment.toml", folder / "instances.json"
-    with standin() as one, standin() as two:
-        write_instances(file, [Instance("i0", one.url), Instance("i1", two.url)])
-        command = [sys.executable, "-m", "tests.harness.standin.process"]
-        restart = ", ".join(f'"{word}"' for word in [*command, one.url, two.url])
-        text = text.replace("FILE", str(file)).replace('"RESTART"', restart)
-        config.write_text(text)
-        yield config
-
-
 def experiment(**changes) -> Experiment:
     arms = {"a": Arm("linear"), "b": Arm("round_robin"), "again": Arm("linear")}
     fields = {
@@ -70,6 +65,48 @@ def experiment(**changes) -> Experiment:
         "workload": Workload("t"),
         "arms": arms,
         "baseline": "a",
-        "given": Given("instances.json", ["true"]),
+        "profile": "h20-30b-a3b",
     }
     return Experiment(**(fields | changes))
+
+
+@contextmanager
+def launched(spec: Any, _: Any, folder: Path) -> Iterator[list[LaunchedInstance]]:
+    """Start a stand-in for each role of `spec`."""
+    with ExitStack() as stack:
+        servers = [stack.enter_context(standin()) for _ in spec.roles]
+        if os.environ.get("WARM"):
+            body = b'{"prompt": [1, 2], "max_tokens": 1, "model": "null"}'
+            kind = {"Content-Type": "application/json"}
+            url = f"{servers[1].url}/v1/completions"
+            urllib.request.urlopen(urllib.request.Request(url, body, kind)).read()
+        fleet = []
+        for place, server in enumerate(servers):
+            own = folder / f"i{place}"
+            own.mkdir(parents=True)
+            process = SimpleNamespace(
+                supervised=server.process, is_ready=lambda: True, pss_mib=lambda: 0.0
+            )
+            instance = Instance(f"i{place}", server.url)
+            fleet.append(LaunchedInstance(instance, process, own))  # type: ignore[arg-type]
+        yield fleet
+
+
+def main() -> int:
+    """Run the command line's experiment on stand-ins."""
+    from kvtax.cli import main as kvtax
+
+    from kvtax_fleet.experiment import executors, fleet
+
+    with (
+        mock.patch.object(fleet, "launched", launched),
+        mock.patch.object(fleet, "engine_lags", lambda _: {}),
+        mock.patch.object(fleet.Workshop, "overlay", lambda *_: (Path(), {})),
+        mock.patch.object(executors, "machine_lock", nullcontext),
+        mock.patch.object(executors.preflight, "check_machine", lambda *_: None),
+    ):
+        return kvtax(["fleet", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

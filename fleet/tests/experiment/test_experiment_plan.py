@@ -18,7 +18,6 @@ from kvtax.run_folder import RunFolderError
 
 from kvtax_fleet.experiment.config import (
     Arm,
-    Given,
     Workload,
     check_arms,
     read_experiment,
@@ -30,7 +29,6 @@ from kvtax_fleet.experiment.experiment_plan import (
     planned_arm,
     prepare,
 )
-from kvtax_fleet.experiment.virtual import check_virtual
 from kvtax_fleet.experiment.workload import make_workload
 from kvtax_fleet.launch.instance_settings import read_instance_settings
 from kvtax_fleet.paths import CONFIGS, FLEET
@@ -68,7 +66,7 @@ def test_an_arm_keeps_no_secret_of_its_servers(tmp_path):
     profile = tmp_path / "profile.toml"
     key = 'server_args = ["--api-key", "sesame", '
     profile.write_text(text.replace("server_args = [", key))
-    wanted = experiment(given=None, profile=str(profile.with_suffix("")))
+    wanted = experiment(profile=str(profile.with_suffix("")))
     facts = TraceFacts("t", "", "t", 1, 1, 1, 1)
     arm = planned_arm(wanted, plan(wanted)[0], facts, {})
     assert arm.profile["server_args"][:2] == ["--api-key", "***"]
@@ -108,7 +106,6 @@ def test_a_request_beyond_the_kv_cache_is_refused_before_a_fleet_starts(tmp_path
     for tokens, fits in ((1598, True), (1599, False)):
         write_trace(file, trace(8, 1, input_tokens=tokens, output_tokens=2))
         wanted = experiment(
-            given=None,
             profile=str(profile.with_suffix("")),
             workload=Workload(str(file)),
             concurrency=[1],
@@ -145,37 +142,6 @@ def test_an_arm_is_compared_at_its_own_concurrency():
     assert runs["a@2"].same_as is runs["b@2"].same_as is None
 
 
-def theirs(**changes) -> Arm:
-    """An arm behind somebody else's router."""
-    return Arm(**({"policy": "cache_aware", "router": "vllm-router"} | changes))
-
-
-def test_a_policy_of_another_router_is_no_aa_twin_of_ours_of_that_name():
-    arms = {"a": Arm("cache_aware"), "theirs": theirs(), "again": theirs()}
-    same = {run.label: run.same_as for run in plan(experiment(arms=arms))}
-    assert same == {"a@8": None, "theirs@8": None, "again@8": "theirs@8"}
-
-
-@pytest.mark.parametrize(
-    ("changes", "what"),
-    [
-        (
-            {"profile": None, "given": Given("instances.json", ["true"])},
-            "--virtual is for the instances of a `profile`",
-        ),
-        ({"arms": {"a": theirs()}}, "arm 'a': --virtual has no vllm-router"),
-        (
-            {"arms": {"a": Arm("linear", cache_state="llm-d")}},
-            "arm 'a': llm-d's code follows real KV events",
-        ),
-    ],
-)
-def test_what_runs_in_real_time_alone_is_refused_in_virtual_time(changes, what):
-    launched = {"given": None, "profile": "h20-30b-a3b"}
-    with pytest.raises(ConfigError, match=what):
-        check_virtual(experiment(**(launched | changes)))
-
-
 @pytest.mark.parametrize(
     ("arm", "what"),
     [
@@ -196,7 +162,7 @@ def test_what_runs_in_real_time_alone_is_refused_in_virtual_time(changes, what):
 )
 def test_what_an_arm_needs_is_missed_before_anything_is_started(arm, what):
     arms = {"a": Arm("linear"), "b": arm}
-    launched = experiment(given=None, profile="h20-30b-a3b", arms=arms)
+    launched = experiment(profile="h20-30b-a3b", arms=arms)
     with pytest.raises(ConfigError, match=f"arm 'b': .*{what}"):
         check_arms(launched)
 
@@ -231,9 +197,6 @@ def test_an_aa_twin_is_known_wherever_it_stands_in_the_file():
     ("changes", "what"),
     [
         ({"baseline": "c"}, "'c' is no arm"),
-        ({"profile": "p"}, "one of"),
-        ({"given": None}, "one of"),
-        ({"time_factor": 2.0}, "`time_factor` is for the forward of a `profile`"),
         ({"concurrency": [2, 8, 2]}, "`concurrency` has a number twice"),
         *(
             ({"baseline": name, "arms": {name: Arm("linear")}}, "give it a name of")
@@ -241,35 +204,7 @@ def test_an_aa_twin_is_known_wherever_it_stands_in_the_file():
         ),
         ({"arms": {"a": Arm("lineer")}}, "arm 'a'.*lineer"),
         ({"arms": {"a": Arm("linear", {"alfa": 1})}}, "arm 'a'.*alfa"),
-        (
-            {
-                "given": None,
-                "profile": "p",
-                "arms": {"a": Arm("linear", roles=["both"])},
-            },
-            "1 `roles` for 4",
-        ),
-        ({"arms": {"a": Arm("linear", connector="noop")}}, "arm 'a': `connector`"),
-        ({"arms": {"a": theirs(policy="linear")}}, "no policy 'linear'.*cache_aware"),
-        ({"arms": {"a": theirs(policy="kv_aware")}}, "no policy 'kv_aware' that runs"),
-        ({"arms": {"a": theirs(parameters={"match_share": 1})}}, "`parameters` is for"),
-        ({"arms": {"a": theirs(cache_state="exact")}}, "`cache_state` is for"),
-        (
-            {
-                "given": None,
-                "profile": "p",
-                "arms": {"a": theirs(roles=["both"] * 4)},
-            },
-            "`roles` is for",
-        ),
-        ({"arms": {"a": Arm("linear", roles=["both"] * 4)}}, "arm 'a': `roles`"),
-        (
-            {
-                "given": Given("instances.json", ["true"]),
-                "arms": {"a": Arm("linear", connector="noop")},
-            },
-            "arm 'a': `connector`",
-        ),
+        ({"arms": {"a": Arm("linear", roles=["both"])}}, "1 `roles` for 4"),
     ],
 )
 def test_an_experiment_that_makes_no_sense_is_refused(changes, what, tmp_path):

@@ -8,27 +8,22 @@ import os
 import signal
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
 
 import pytest
 from fleet.tests.experiment.small_experiment import (
     OF_THE_MACHINE,
     SMOKE,
-    on_standins,
     smoke_of,
 )
 from kvtax.cli import Exit, main
 from kvtax.paths import REPOSITORY
 from kvtax.proc.supervise import descendants
-from tests.harness.standin.process import standin
 from tests.proc.living import eventually, gone
 
 from kvtax_fleet.analyze.arm_runs import read_run
 from kvtax_fleet.experiment.config import read_experiment
 from kvtax_fleet.experiment.experiment_plan import plan
-from kvtax_fleet.instances import write_instances
-from kvtax_fleet.records.instances import Instance
 
 pytestmark = pytest.mark.slow
 
@@ -36,14 +31,23 @@ DEADLINE_S = 300.0
 
 
 def command(config: Path, out: Path, *options: str) -> list[str]:
-    module = [sys.executable, "-m", "kvtax", "fleet", str(config)]
-    return [*module, "--out", str(out), *options]
+    module = [sys.executable, "-m", "fleet.tests.experiment.small_experiment"]
+    return [*module, str(config), "--out", str(out), *options]
 
 
-def run(config: Path, out: Path, *options: str) -> subprocess.CompletedProcess:
+def written(folder: Path, text: str) -> Path:
+    config = folder / "experiment.toml"
+    config.write_text(text)
+    return config
+
+
+def run(
+    config: Path, out: Path, *options: str, **env: str
+) -> subprocess.CompletedProcess:
     return subprocess.run(
         command(config, out, *options),
         cwd=REPOSITORY,
+        env=os.environ | env,
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
@@ -55,17 +59,17 @@ def killed_and_resumed(tmp_path_factory):
     """(config, folder, arm.json of the run that had ended before, then, result)."""
     folder = tmp_path_factory.mktemp("experiment")
     out = folder / "run"
-    with on_standins(folder, SMOKE) as config:
-        first = out / plan(read_experiment(config))[0].name / "arm.json"
-        with subprocess.Popen(command(config, out), cwd=REPOSITORY) as experiment:
-            eventually(first.exists, DEADLINE_S)
-            # The second run has begun: a proxy, or a replayer too.
-            eventually(lambda: descendants(experiment.pid), DEADLINE_S)
-            processes = descendants(experiment.pid)
-            os.kill(experiment.pid, signal.SIGKILL)
-        eventually(lambda: gone(processes))
-        before = first.stat().st_mtime_ns, first.read_bytes()
-        yield config, out, first, before, run(config, out, "--resume")
+    config = written(folder, SMOKE)
+    first = out / plan(read_experiment(config))[0].name / "arm.json"
+    with subprocess.Popen(command(config, out), cwd=REPOSITORY) as experiment:
+        eventually(first.exists, DEADLINE_S)
+        # The second run has begun: a proxy, or a replayer too.
+        eventually(lambda: descendants(experiment.pid), DEADLINE_S)
+        processes = descendants(experiment.pid)
+        os.kill(experiment.pid, signal.SIGKILL)
+    eventually(lambda: gone(processes))
+    before = first.stat().st_mtime_ns, first.read_bytes()
+    yield config, out, first, before, run(config, out, "--resume")
 
 
 def test_nothing_outlives_a_killed_experiment_and_resume_ends_it(killed_and_resumed):
@@ -130,48 +134,16 @@ def contents(folder: Path) -> dict[Path, tuple[int, bytes]]:
     return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
-GIVEN = """
-summary = "two instances that somebody else started"
-instances = 2
-concurrency = [1]
-repeats = 1
-baseline = "linear"
-
-[given]
-file = "{file}"
-restart = ["true"]
-
-[workload]
-trace = "traces/claude_code_sessions_le62k.jsonl.xz"
-sessions = 2
-max_turns = 1
-max_output_tokens = 2
-
-[arms.linear]
-policy = "linear"
-"""
-
-
 def test_an_instance_that_was_left_warm_is_caught(tmp_path):
-    """The reference study's -44 % E2E: `restart` does not restart anything here."""
-    file, config = tmp_path / "instances.json", tmp_path / "given.toml"
-    config.write_text(GIVEN.format(file=file))
-    with standin() as cold, standin() as warm:
-        write_instances(file, [Instance("a", cold.url), Instance("b", warm.url)])
-        body = {"prompt": list(range(1, 100)), "max_tokens": 1, "model": "null"}
-        request = urllib.request.Request(
-            f"{warm.url}/v1/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        urllib.request.urlopen(request).read()
-        result = run(config, tmp_path / "run")
+    """The reference study's -44 % E2E."""
+    config = written(tmp_path, smoke_of(arms=1))
+    result = run(config, tmp_path / "run", WARM="1")
     assert result.returncode == 3
     (caught,) = read_run(tmp_path / "run")
     assert caught.info.status == "failed"
     assert not caught.info.freshness.fresh
-    assert "b: vllm:prompt_tokens_total" in caught.info.error
-    assert "a: " not in caught.info.error
+    assert "i1: vllm:prompt_tokens_total" in caught.info.error
+    assert "i0: " not in caught.info.error
     assert caught.requests == []
 
 
@@ -186,8 +158,7 @@ def test_an_open_loop_keeps_the_traces_arrivals_and_the_cap(tmp_path):
     """Ten sessions arrive over minutes, here within a second, and two may be served."""
     text = smoke_of(arms=1).replace("concurrency = [2]", "concurrency = [1]")
     text = f"open_loop = true\ntime_scale = 100000\n{text}"
-    with on_standins(tmp_path, text) as config:
-        run(config, tmp_path / "run")
+    run(written(tmp_path, text), tmp_path / "run")
     (replayed,) = read_run(tmp_path / "run")
     assert replayed.info.status == "ok", replayed.info.error
     assert replayed.info.open_loop

@@ -125,8 +125,8 @@ class Proxy(NamedTuple):
     def instances(self) -> dict[str, Any]:
         return self.get("/breakdown").json["instances"]
 
-    def ejected(self) -> list[str]:
-        return self.get("/health").json["ejected"]
+    def out(self) -> list[str]:
+        return self.get("/health").json["out"]
 
     def lines(self, kind: str) -> list[dict[str, Any]]:
         whole = self.log.read_bytes().split(b"\n")[1:-1]

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kvtax.cli import main
 from kvtax.records import files
 from kvtax.records.files import read_lines
 
@@ -132,6 +133,15 @@ def test_instances_that_cannot_do_it_are_refused(settings, fields, reason):
     refusal = pytest.raises(SettingsError, match=reason) if reason else nullcontext()
     with refusal:
         check(instances, settings)
+
+
+def test_each_setting_with_a_description_is_an_option(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["proxy", "--help"])
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert "--silence-timeout-s" in printed
+    assert "--drain-timeout-s" not in printed
 
 
 HEADER = DecisionsHeader(policy="linear")

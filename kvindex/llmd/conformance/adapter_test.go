@@ -10,7 +10,7 @@ import (
 	"github.com/llm-d/llm-d-kv-cache/pkg/kvcache/kvblock"
 	_ "github.com/stretchr/testify/require" // upstream's tests need it
 
-	"kvtax/kvindex/llmd"
+	"github.com/kvtax/kvtax/kvindex/llmd"
 )
 
 func newIndexUnderTest(config *kvblock.InMemoryIndexConfig) (kvblock.Index, error) {

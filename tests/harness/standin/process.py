@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in as a process that ends with its `with` block, or with its parent.
-
-`python -m tests.harness.standin.process URL ...` restarts stand-ins, as an experiment's
-`restart` does.
-"""
+"""A stand-in as a process that ends with its `with` block, or with its parent."""
 
 from __future__ import annotations
 
@@ -66,9 +62,3 @@ def _short(name: str) -> str:
     metric, _, labels = name.partition("{")
     own = labels.rstrip("}").split(",")[2:]
     return f"{metric}{{{own[0].split('=')[1].strip(chr(34))}}}" if own else metric
-
-
-if __name__ == "__main__":
-    for url in sys.argv[1:]:
-        request = urllib.request.Request(f"{url}/restart", method="POST")
-        open_url(request, TIMEOUT_S).close()

@@ -28,12 +28,8 @@ from kvtax_fleet.records.exposition import exposition
 from tests.harness.standin.messages import (
     Answer,
     BadRequest,
-    CompletionAnswer,
     Counts,
     GenerateRequest,
-    MessagesAnswer,
-    ResponsesAnswer,
-    anthropic_error,
     error_body,
     read_request,
 )
@@ -115,9 +111,7 @@ class StandinInstance:
                 web.get("/v1/models", self._models),
                 web.get("/metrics", self._metrics),
                 web.post("/reset_prefix_cache", self._reset),
-                web.post("/restart", self._restart),
                 *(web.post(path, self._completions) for path in _ANSWERS),
-                web.post("/v1/messages/count_tokens", self._count_tokens),
                 web.post("/faults", self._set_faults),
                 web.get("/query", self._query),
                 web.get("/kv/{transfer_id}", self._kv),
@@ -136,13 +130,6 @@ class StandinInstance:
     def _start_engine(self) -> None:
         self._running = asyncio.create_task(self.engine.run())
         self._running.add_done_callback(_die_with_engine)
-
-    async def _restart(self, _: web.Request) -> web.Response:
-        """Begin anew, with an engine that has served nothing."""
-        self._running.cancel()
-        self.engine = Engine(self.engine.shape)
-        self._start_engine()
-        return web.Response()
 
     @web.middleware
     async def _maybe_deaf(
@@ -204,11 +191,11 @@ class StandinInstance:
             fault = self.faults.next(request.headers)
             generation, tokens = await self._read(request, request.path)
         except BadRequest as error:
-            return _refused(request, str(error), error.status)
+            return _refused(str(error), error.status)
         if fault == "hang":
             await asyncio.Event().wait()
         if fault == "http500":
-            return _refused(request, "engine is dead", 500)
+            return _refused("engine is dead", 500)
         if fault == "freeze":
             time.sleep(FREEZE_S)
         id_ = f"cmpl-{request.headers.get('X-Request-Id') or uuid4().hex}"
@@ -216,13 +203,6 @@ class StandinInstance:
         if generation.stream:
             return await self._stream(request, generation, tokens, answer, fault)
         return await self._whole(generation, tokens, answer, fault)
-
-    async def _count_tokens(self, request: web.Request) -> web.Response:
-        try:
-            _, tokens = await self._read(request, "/v1/messages")
-        except BadRequest as error:
-            return _refused(request, str(error), error.status)
-        return web.json_response({"input_tokens": len(tokens)})
 
     async def _read(
         self, request: web.Request, path: str
@@ -314,11 +294,8 @@ class StandinInstance:
         return self.transfers.offer(transfer_id, sequence.prompt_tokens)
 
 
-def _refused(request: web.Request, message: str, status: int) -> web.Response:
-    body = error_body(message, status)
-    if request.path.startswith("/v1/messages"):
-        body = anthropic_error(message, body["error"]["type"])
-    return web.json_response(body, status=status)
+def _refused(message: str, status: int) -> web.Response:
+    return web.json_response(error_body(message, status), status=status)
 
 
 async def _break_off(
@@ -337,10 +314,8 @@ async def _break_off(
 
 
 _ANSWERS: dict[str, Callable[[GenerateRequest, str], Answer]] = {
-    "/v1/completions": partial(CompletionAnswer, chat=False),
-    "/v1/chat/completions": partial(CompletionAnswer, chat=True),
-    "/v1/messages": MessagesAnswer,
-    "/v1/responses": ResponsesAnswer,
+    "/v1/completions": partial(Answer, chat=False),
+    "/v1/chat/completions": partial(Answer, chat=True),
 }
 
 
@@ -354,6 +329,7 @@ def main() -> None:
     """Serve until the process that started it closes its standard input."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="null")
+    parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--faults", default="", help="cycle of faults, by comma")
     parser.add_argument(
         "--plain", action="store_true", help="have no /v1/models and no cached tokens"
@@ -362,19 +338,19 @@ def main() -> None:
         option = f"--{field.name.replace('_', '-')}"
         parser.add_argument(option, type=type(field.default), default=field.default)
     arguments = vars(parser.parse_args())
-    names = ("model", "faults", "plain")
-    model, faults, plain = (arguments.pop(name) for name in names)
+    names = ("model", "faults", "plain", "port")
+    model, faults, plain, port = (arguments.pop(name) for name in names)
     instance = StandinInstance(model, Shape(**arguments), Faults(faults), plain)
-    asyncio.run(_serve(instance))
+    asyncio.run(_serve(instance, port))
 
 
-async def _serve(instance: StandinInstance) -> None:
+async def _serve(instance: StandinInstance, port: int) -> None:
     runner = web.AppRunner(
         instance.app(), access_log=None, handler_cancellation=True, shutdown_timeout=0
     )
     await runner.setup()
     try:
-        await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
+        await web.TCPSite(runner, "127.0.0.1", port, backlog=4096).start()
         host, port = runner.addresses[0][:2]
         instance.transfers.host, instance.transfers.port = host, port
         print(f"http://{host}:{port}", flush=True)

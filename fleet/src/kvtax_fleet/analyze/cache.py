@@ -100,10 +100,6 @@ class MirrorDifference(msgspec.Struct):
     """Mean of |mirror - exact| over the prompts, at the instance of each."""
     held_difference_tokens: int | None
     """Mirror - exact of all cached after the last request; null if not counted."""
-    gaps: int
-    """Gaps in the events' sequence numbers."""
-    complete: bool
-    """Whether all KV events have been applied."""
 
 
 class _Counted(NamedTuple):
@@ -224,6 +220,4 @@ def mirror_against_exact(folder: Path) -> MirrorDifference | None:
         prompts=prompts,
         mean_difference_tokens=round(apart / prompts, 2),
         held_difference_tokens=None if None in held else sum(h or 0 for h in held),
-        gaps=sum(cache.gaps or 0 for cache in caches),
-        complete=all(cache.complete for cache in caches),
     )

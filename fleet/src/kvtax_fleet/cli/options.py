@@ -91,8 +91,10 @@ def _described(
         is_annotated = get_origin(field.type) is Annotated
         types = [field.type] if is_annotated else get_args(field.type)
         for field_type in types:
-            if get_origin(field_type) is Annotated:
-                yield field, field_type, get_args(field_type)[1].description
+            if get_origin(field_type) is not Annotated:
+                continue
+            if text := get_args(field_type)[1].description:
+                yield field, field_type, text
 
 
 def add_parameters(parser: argparse.ArgumentParser) -> None:

@@ -2,13 +2,12 @@
 """Route requests to many vLLM instances, by load and by what is cached where.
 
 Prints the proxy's URL as its first line, the URL of its control surface as the second,
-and serves until SIGINT or SIGTERM. SIGHUP reads the instances file again; sessions stay
-where they are.
-The smallest instances file is one line:
+and serves until SIGINT or SIGTERM. It is an instrument for experiments, not for
+production. The smallest instances file is one line:
 
     instances = ["http://10.0.0.1:8000", "http://10.0.0.2:8000"]
 
-Policies that move KV, and kvindexd, need more fields: kvtax fields instances.json.
+Policies that move KV need more fields: kvtax fields instances.json.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from kvtax.cli.options import whole_number
 from kvtax_fleet.cli.options import add_parameters, add_settings, fields_of
 from kvtax_fleet.policies import named_values
 from kvtax_fleet.proxy.settings import Settings
-from kvtax_fleet.records.instances import Instance
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +55,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=whole_number(0, 65_535),
         default=0,
         metavar="PORT",
-        help="port of 127.0.0.1 with /metrics, /decisions, /breakdown and /health for "
+        help="port of 127.0.0.1 with /decisions, /breakdown and /health for "
         "operators (default: a free one)",
     )
 
@@ -67,16 +65,13 @@ def run(arguments: argparse.Namespace) -> int:
     from kvtax_fleet.instances import instances_of_urls, read_instances
     from kvtax_fleet.proxy.service import Endpoint, serve
 
-    def read() -> list[Instance]:
-        if arguments.instances is None:
-            return instances_of_urls(arguments.url)
-        return read_instances(arguments.instances)
-
+    if arguments.instances is None:
+        instances = instances_of_urls(arguments.url)
+    else:
+        instances = read_instances(arguments.instances)
     others: dict[str, Any] = {}
     if arguments.parameters:
         others["parameters"] = named_values(arguments.parameters)
-    if getattr(arguments, "kvindexd", None) is not None:
-        others["cache"] = "exact"
     settings = fields_of(arguments, Settings, **others)
     endpoint = Endpoint(arguments.host, arguments.port, arguments.control_port)
-    return serve(read, settings, arguments.log, endpoint)
+    return serve(instances, settings, arguments.log, endpoint)

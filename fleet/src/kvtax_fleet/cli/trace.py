@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describe and anonymise request traces of LLM services.
+"""Describe and sample request traces of LLM services.
 
-A trace is a file of JSON lines, plain, gzip or xz, in one of five formats; its first
+A trace is a file of JSON lines, plain, gzip or xz, in one of four formats; its first
 line shows which. An output is written whole or not at all, packed as its name says.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvtax.cli.options import number, whole_number
+
+if TYPE_CHECKING:
+    from kvtax_fleet.trace import Request
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     for name, summary, add_arguments, action in (
         ("stats", "describe a trace, as Markdown", _add_stats, _stats),
-        ("anonymise", "turn a request log into a trace", _add_anonymise, _anonymise),
+        ("sample", "take whole sessions at random", _add_sample, _sample),
     ):
         description = f"{summary[0].upper()}{summary[1:]}."
         subparser = actions.add_parser(name, help=summary, description=description)
@@ -57,62 +60,67 @@ def _add_stats(parser: argparse.ArgumentParser) -> None:
 def _stats(arguments: argparse.Namespace) -> None:
     import msgspec
 
-    from kvtax_fleet.trace import read_trace
     from kvtax_fleet.trace.stats import describe, markdown
 
-    requests = read_trace(
-        arguments.file,
-        format=arguments.format,
-        block_tokens=arguments.block_tokens,
-        session_interval_s=arguments.session_interval_s,
-        chars_per_token=arguments.chars_per_token,
-        tokenizer=arguments.tokenizer,
-        time_unit=arguments.time_unit,
-        left_out=arguments.left_out,
-    )
     stats = describe(
-        requests,
+        _read(arguments),
         arguments.file.name,
         arguments.cache_blocks,
         arguments.sessions,
     )
-    _print_left_out(arguments)
     if arguments.json:
         print(msgspec.json.encode(stats).decode())
     else:
         print(markdown(stats), end="")
 
 
-def _add_anonymise(parser: argparse.ArgumentParser) -> None:
+def _add_sample(parser: argparse.ArgumentParser) -> None:
+    _add_source(parser)
+    parser.add_argument("out", type=Path, help="trace to write, in the format `own`")
     parser.add_argument(
-        "file", type=Path, help="request log: JSON lines, plain or packed"
+        "--requests",
+        type=whole_number(1),
+        required=True,
+        metavar="N",
+        help="take whole sessions until they have N requests",
     )
-    parser.add_argument("out", type=Path, help="trace to write")
-    _add_block_tokens(parser)
-    _add_tokens(parser)
-    _add_skip_unusable(parser)
-
-
-def _anonymise(arguments: argparse.Namespace) -> None:
-    from kvtax_fleet.trace import log
-    from kvtax_fleet.trace.log_prompt import Tokens
-
-    tokens = Tokens(arguments.chars_per_token, arguments.tokenizer)
-    block_tokens = arguments.block_tokens or log.BLOCK_TOKENS
-    header, read = log.anonymise(
-        arguments.file, arguments.out, tokens, block_tokens, arguments.left_out
+    parser.add_argument(
+        "--seed",
+        type=whole_number(0),
+        default=0,
+        metavar="S",
+        help="decides which sessions (default: %(default)s)",
     )
-    _print_left_out(arguments)
-    print(f"{arguments.out}: {header['requests']:,} requests")
-    if read.counted_tokens:
-        print(
-            f"prompts: {read.counted_tokens:,} tokens in the log's usage fields, "
-            f"{read.estimated_tokens:,} estimated"
-        )
-        if tokens.chars_per_token is not None:
-            fitting = tokens.chars_per_token * read.estimated_tokens
-            fitting /= read.counted_tokens
-            print(f"--chars-per-token {fitting:.2f} would make them equal")
+
+
+def _sample(arguments: argparse.Namespace) -> None:
+    from kvtax_fleet.trace import write_trace
+    from kvtax_fleet.trace.sample import sample
+    from kvtax_fleet.trace.stats import describe, markdown
+
+    source = list(_read(arguments))
+    requests = sample(source, arguments.requests, arguments.seed)
+    header = {
+        "requests": len(requests),
+        "source": arguments.file.name,
+        "source_requests": len(source),
+        "seed": arguments.seed,
+    }
+    write_trace(arguments.out, header, requests)
+    print(f"{arguments.out}: {len(requests):,} of {len(source):,} requests\n")
+    print(markdown(describe(iter(requests), arguments.out.name)), end="")
+
+
+def _read(arguments: argparse.Namespace) -> Iterator[Request]:
+    from kvtax_fleet.trace import read_trace
+
+    return read_trace(
+        arguments.file,
+        format=arguments.format,
+        block_tokens=arguments.block_tokens,
+        session_interval_s=arguments.session_interval_s,
+        time_unit=arguments.time_unit,
+    )
 
 
 def _add_source(parser: argparse.ArgumentParser) -> None:
@@ -123,9 +131,13 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--format", choices=FORMATS, help="format, if the first line does not show it"
     )
-    _add_block_tokens(parser)
-    _add_tokens(parser)
-    _add_skip_unusable(parser)
+    parser.add_argument(
+        "--block-tokens",
+        type=whole_number(1),
+        metavar="N",
+        help="block size of mooncake traces (default: 512) and bailian traces "
+        "(default: 16)",
+    )
     parser.add_argument(
         "--time-unit", choices=("s", "ms"), help="mooncake format: default ms"
     )
@@ -137,57 +149,3 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
         help="sessions format: seconds from a session's start to the next one's "
         f"(default: {SESSION_INTERVAL_S:g})",
     )
-
-
-def _add_block_tokens(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--block-tokens",
-        type=whole_number(1),
-        metavar="N",
-        help="block size of mooncake traces (default: 512), of bailian traces and "
-        "request logs (default: 16)",
-    )
-
-
-def _add_tokens(parser: argparse.ArgumentParser) -> None:
-    """Add the two ways to count the tokens of a request log's texts."""
-    from kvtax_fleet.trace.log_prompt import CHARS_PER_TOKEN
-
-    parser.add_argument(
-        "--chars-per-token",
-        type=number(0.1, 100),
-        default=CHARS_PER_TOKEN,
-        metavar="X",
-        help="request logs: estimate one token for X characters "
-        f"(default: {CHARS_PER_TOKEN:g})",
-    )
-    parser.add_argument(
-        "--tokenizer",
-        type=Path,
-        metavar="PATH",
-        help="request logs: count tokens with this tokenizer.json, or the one in this "
-        "folder (needs the extra [proxy])",
-    )
-
-
-def _add_skip_unusable(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--skip-unusable",
-        dest="left_out",
-        action="store_const",
-        const=Counter(),
-        help="request logs: leave out the lines that are no requests with an answer, "
-        "and count them by reason",
-    )
-
-
-def _print_left_out(arguments: argparse.Namespace) -> None:
-    from kvtax_fleet.trace.log import explain
-
-    if arguments.left_out:
-        total = arguments.left_out.total()
-        print(
-            f"{arguments.file}: {total:,} lines left out ("
-            f"{explain(arguments.left_out)})",
-            file=sys.stderr,
-        )

@@ -143,7 +143,7 @@ def _replay(
         if status not in REPLAYED:
             raise RunError(f"the replayer ended with status {status}\n{tail(log)}")
         outcome.replay_s = time.monotonic() - began
-        (folder / router.report_file).write_text(http_text(router.report_url))
+        (folder / "breakdown.json").write_text(http_text(router.breakdown_url))
     outcome.pss_mib = fleet.pss_mib
     keep_metrics(folder, "after", fleet.metrics())
 

@@ -13,19 +13,16 @@ from kvtax.config import ConfigError, decode_toml
 from kvtax.engine.connector import DEFAULT_CONNECTOR, load_connector
 from kvtax.proc.ports import MOST_SERVERS
 
-from kvtax_fleet.launch import vllm_router
 from kvtax_fleet.launch.instance_settings import (
     InstanceSettings,
     Transfer,
     read_instance_settings,
     slowed,
 )
-from kvtax_fleet.launch.kvindexd import KVINDEXD, LLMD_LOOKUP
 from kvtax_fleet.launch.spec import HANDED_OVER, FleetSpec, SpecError, check_spec
 from kvtax_fleet.paths import CONFIGS
 from kvtax_fleet.policies import POLICIES, PolicyError, parameters_of
 from kvtax_fleet.proxy.settings import Settings
-from kvtax_fleet.records.arm import OUR_PROXY
 from kvtax_fleet.records.instances import Instance, Role
 from kvtax_fleet.replay.options import Options
 
@@ -33,8 +30,6 @@ from kvtax_fleet.replay.options import Options
 # of 2^32 at most; ids are below 2^63.
 ID_STRIDE = 2**53
 MOST_COPIES = 2**63 // ID_STRIDE
-# Programs that follow the instances' KV events, by an arm's `cache_state`.
-INDEXES = {"exact": KVINDEXD, "llm-d": LLMD_LOOKUP}
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 # So many runs or requests are beyond any machine.
@@ -68,33 +63,18 @@ class Workload(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 class Arm(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """One side of a comparison. Two arms with equal fields are an A/A pair.
 
-    `router` stands between the replayer and the instances, and decides by its `policy`.
-    `parameters` and `cache_state` are for kvtax_fleet.proxy alone. Instances are
-    launched with `connector` and `roles`, so these need a `profile`. `transfer`
-    replaces the profile's, for --virtual alone. `cache_state` is how the proxy knows
-    which blocks are cached: by its own decisions (`mirror`), or by KV events, read by
-    kvindexd (`exact`) or by llm-d's code (`llm-d`).
+    The proxy decides by `policy`. Instances are launched with `connector` and `roles`.
+    `transfer` replaces the profile's, for --virtual alone. `cache_state` is how the
+    proxy knows which blocks are cached: by its own decisions (`mirror`), or, with
+    --virtual, by the engines' own state (`exact`).
     """
 
     policy: str
     parameters: dict[str, Any] = {}
-    router: Literal["fleet.proxy", "vllm-router"] = OUR_PROXY
     connector: str = DEFAULT_CONNECTOR
     roles: list[Role] = []
-    cache_state: Literal["mirror", "exact", "llm-d"] = "mirror"
+    cache_state: Literal["mirror", "exact"] = "mirror"
     transfer: Transfer | None = None
-
-
-class Given(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """Instances that run already: `file` names them (kvtax_fleet/instances.py).
-
-    `restart` is run before every arm, and must leave the instances started anew, or
-    starting. It may take 360 s from its start until all of them answer.
-    """
-
-    file: str
-    restart: Annotated[list[str], msgspec.Meta(min_length=1)]
-    vocab_size: Annotated[int, msgspec.Meta(ge=2)] = 32_000
 
 
 class Virtual(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -125,8 +105,7 @@ class Experiment(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     workload: Workload
     arms: dict[str, Arm]
     baseline: str
-    profile: str | None = None
-    given: Given | None = None
+    profile: str
     virtual: Virtual = Virtual()
     instances: Annotated[int, msgspec.Meta(ge=1, le=MOST_SERVERS)] = 4
     concurrency: Annotated[list[Few], msgspec.Meta(min_length=1)] = msgspec.field(
@@ -159,16 +138,11 @@ class Experiment(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
             arm.connector,
             load_connector(arm.connector),
             arm.roles or ["both"] * self.instances,
-            kv_events=arm.cache_state in INDEXES,
         )
 
     def __post_init__(self) -> None:
-        if (self.profile is None) == (self.given is None):
-            raise ValueError("give one of `profile` and `given`")
         if self.trace_times and not self.open_loop:
             raise ValueError("`trace_times` needs `open_loop`")
-        if self.time_factor != 1 and self.profile is None:
-            raise ValueError("`time_factor` is for the forward of a `profile`")
         if self.baseline not in self.arms:
             known = ", ".join(self.arms)
             raise ValueError(
@@ -182,62 +156,19 @@ class Experiment(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
                     f"arm {name!r}: give it a name of letters, digits and -_+., as "
                     "its folder has"
                 )
-            if self.profile is None:
-                _refuse_launch_settings(name, arm)
             if arm.roles and len(arm.roles) != self.instances:
                 raise ValueError(
                     f"arm {name!r} has {len(arm.roles)} `roles` for "
                     f"{self.instances} instances"
                 )
-            _check_policy(name, arm)
-
-
-def _check_policy(name: str, arm: Arm) -> None:
-    """Raise ValueError for a policy that the arm's router does not have."""
-    if arm.router == OUR_PROXY:
-        try:
-            parameters_of(arm.policy, arm.parameters)
-        except PolicyError as error:
-            raise ValueError(f"arm {name!r}: {error}") from None
-        return
-    if arm.policy not in vllm_router.POLICIES:
-        known = ", ".join(vllm_router.POLICIES)
-        raise ValueError(
-            f"arm {name!r}: {arm.router} has no policy {arm.policy!r} that runs here; "
-            f"there are {known}"
-        )
-    _refuse(
-        name,
-        f"for {OUR_PROXY}: leave it out, as {arm.router} runs with its defaults, on "
-        "instances that are all alike",
-        parameters=bool(arm.parameters),
-        cache_state=arm.cache_state != "mirror",
-        roles=bool(arm.roles),
-    )
-
-
-def _refuse_launch_settings(name: str, arm: Arm) -> None:
-    """Raise ValueError for settings of launched instances."""
-    _refuse(
-        name,
-        "for the instances of a `profile`: leave it out, as `file` says what `given` "
-        "ones are",
-        connector=arm.connector != DEFAULT_CONNECTOR,
-        roles=bool(arm.roles),
-    )
-
-
-def _refuse(name: str, why: str, **is_set: bool) -> None:
-    """Raise ValueError for the first field of an arm that is set."""
-    for field in is_set:
-        if is_set[field]:
-            raise ValueError(f"arm {name!r}: `{field}` is {why}")
+            try:
+                parameters_of(arm.policy, arm.parameters)
+            except PolicyError as error:
+                raise ValueError(f"arm {name!r}: {error}") from None
 
 
 def check_arms(experiment: Experiment) -> None:
     """Raise ConfigError if launched instances lack what an arm's policy needs."""
-    if experiment.profile is None:
-        return
     for name, arm in experiment.arms.items():
         wanted = experiment.fleet_spec(arm)
         try:
@@ -246,8 +177,6 @@ def check_arms(experiment: Experiment) -> None:
             raise ConfigError(f"arm {name!r}: {error}") from None
         if {*wanted.roles} == {"prefill"}:
             raise ConfigError(f"arm {name!r}: no instance has a role that answers")
-        if arm.router != OUR_PROXY:
-            continue
         policy = POLICIES[arm.policy]
         needs = f"arm {name!r}: policy {arm.policy} needs"
         if policy.moves_kv and wanted.connector.transfer not in HANDED_OVER:

@@ -17,12 +17,7 @@ from kvtax.records.files import read_document
 
 from kvtax_fleet.experiment import virtual
 from kvtax_fleet.experiment.arm_run import make_run
-from kvtax_fleet.experiment.config import (
-    INDEXES,
-    Experiment,
-    check_arms,
-    read_experiment,
-)
+from kvtax_fleet.experiment.config import Experiment, check_arms, read_experiment
 from kvtax_fleet.experiment.experiment_plan import (
     PLAN_FILE,
     TRACE,
@@ -30,9 +25,8 @@ from kvtax_fleet.experiment.experiment_plan import (
     PlannedRun,
     prepare,
 )
-from kvtax_fleet.launch import kvindexd, vllm_router
 from kvtax_fleet.launch.launched import Workshop
-from kvtax_fleet.records.arm import OUR_PROXY, ArmRecord
+from kvtax_fleet.records.arm import ArmRecord
 
 
 @dataclass(frozen=True)
@@ -70,11 +64,9 @@ def run_experiment(config: Path, options: RunOptions) -> Path:
             virtual.check_virtual(experiment)
         else:
             _check_real(experiment)
-            if experiment.profile is not None:
-                stack.enter_context(machine_lock())
-                settings = experiment.instance_settings
-                preflight.check_machine(settings, experiment.instances)
-            _prepare_programs(experiment)
+            stack.enter_context(machine_lock())
+            settings = experiment.instance_settings
+            preflight.check_machine(settings, experiment.instances)
         runs = prepare(experiment, out, options.virtual)
         missing = [run for run in runs if not (options.resume and run.is_finished)]
         workshop = stack.enter_context(Workshop(out / "workshop"))
@@ -104,16 +96,11 @@ def _make(
 
 def _check_real(experiment: Experiment) -> None:
     """Raise ConfigError if the experiment runs in virtual time only."""
-    if any(arm.transfer is not None for arm in experiment.arms.values()):
-        raise ConfigError("an arm's `transfer` is for --virtual")
-
-
-def _prepare_programs(experiment: Experiment) -> None:
-    arms = experiment.arms.values()
-    for state in {arm.cache_state for arm in arms} & INDEXES.keys():
-        kvindexd.build(INDEXES[state])
-    if any(arm.router != OUR_PROXY for arm in arms):
-        vllm_router.executable()
+    for name, arm in experiment.arms.items():
+        if arm.transfer is not None:
+            raise ConfigError(f"arm {name!r}: `transfer` is for --virtual")
+        if arm.cache_state == "exact":
+            raise ConfigError(f"arm {name!r}: `cache_state` exact is for --virtual")
 
 
 def outcome(folder: Path) -> str:

@@ -21,16 +21,14 @@ from kvtax.run_folder import RunFolderError
 
 from kvtax_fleet.experiment.config import Arm, Experiment
 from kvtax_fleet.experiment.workload import make_workload
-from kvtax_fleet.launch import vllm_router
 from kvtax_fleet.launch.instance_settings import InstanceSettings
 from kvtax_fleet.records.arm import (
-    OUR_PROXY,
     ArmRecord,
     ExperimentRecord,
     PlannedArm,
     TraceFacts,
 )
-from kvtax_fleet.replay.http_link import Model, check_lengths, check_vocabulary
+from kvtax_fleet.replay.http_link import Model, check_lengths
 from kvtax_fleet.replay.sessions import group
 from kvtax_fleet.trace import read_trace
 
@@ -153,11 +151,8 @@ def prepare(experiment: Experiment, out: Path, virtual: bool) -> list[PlannedRun
         )
         check_slots(experiment, facts.sessions)
         sessions = group(read_trace(made))
-        if experiment.profile is not None:
-            longest = _longest_tokens(experiment.instance_settings)
-            check_lengths(sessions, Model(f"profile {experiment.profile}", longest))
-        if experiment.given is not None:
-            check_vocabulary(sessions, experiment.given.vocab_size)
+        longest = _longest_tokens(experiment.instance_settings)
+        check_lengths(sessions, Model(f"profile {experiment.profile}", longest))
         versions = provenance.collect({}, "kvtax fleet run")
         if virtual:
             versions = {name: versions[name] for name in VIRTUAL_PROVENANCE}
@@ -203,18 +198,16 @@ def planned_arm(
     virtual: bool = False,
 ) -> PlannedArm:
     """Describe a run for arm.json, as far as it is known before it."""
-    spec = experiment.fleet_spec(run.arm) if experiment.profile is not None else None
-    ours = run.arm.router == OUR_PROXY
+    spec = experiment.fleet_spec(run.arm)
     return PlannedArm(
         experiment=experiment.name,
         arm=run.label,
         repeat=run.repeat,
-        router=OUR_PROXY if ours else f"{run.arm.router} {vllm_router.version()}",
         policy=run.arm.policy,
         parameters=run.arm.parameters,
         connector=run.arm.connector,
-        report=spec.connector.report if spec else None,
-        cache_state=run.arm.cache_state if ours else None,
+        report=spec.connector.report,
+        cache_state=run.arm.cache_state,
         concurrency=run.concurrency,
         baseline=run.baseline,
         same_as=run.same_as,
@@ -223,7 +216,7 @@ def planned_arm(
         time_factor=experiment.time_factor,
         virtual=virtual,
         trace=facts,
-        profile=provenance.masked(msgspec.to_builtins(spec.settings)) if spec else None,
+        profile=provenance.masked(msgspec.to_builtins(spec.settings)),
         versions=versions,
     )
 

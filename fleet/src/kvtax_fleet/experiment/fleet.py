@@ -4,9 +4,6 @@
 from __future__ import annotations
 
 import os
-import shlex
-import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,7 +17,7 @@ from kvtax.proc.ports import PortsError
 from kvtax.proc.supervise import descendants
 from kvtax.records import RecordsError
 
-from kvtax_fleet.experiment.config import Arm, Experiment, Given
+from kvtax_fleet.experiment.config import Arm, Experiment
 from kvtax_fleet.experiment.freshness import gpu_used_mib
 from kvtax_fleet.experiment.machine import (
     CoreTimes,
@@ -28,13 +25,12 @@ from kvtax_fleet.experiment.machine import (
     gpu_sampler,
     machine_load,
 )
-from kvtax_fleet.instances import InstancesError, read_instances
+from kvtax_fleet.instances import InstancesError
 from kvtax_fleet.launch.launched import (
     CheckError,
     LaunchedInstance,
     Workshop,
     check_alive,
-    check_instances,
     http_text,
     launched,
 )
@@ -59,9 +55,8 @@ FLEET_ERRORS = (
 class Fleet:
     """The instances that a run sends its requests to, with files in its `folder`.
 
-    They are vLLM servers of a profile, or servers that a command restarts (`given`).
-    Leaving the context ends the former; then `machine` has the load, and the records
-    are complete. Methods raise FLEET_ERRORS.
+    Leaving the context ends them; then `machine` has the load, and the records are
+    complete. Methods raise FLEET_ERRORS.
     """
 
     def __init__(self, experiment: Experiment, workshop: Workshop, folder: Path):
@@ -75,7 +70,7 @@ class Fleet:
         self.instances: list[Instance] = []
         self.vocab_size = 0
         self.patches: dict[str, str] = {}
-        # Processes from before the start; None if nothing is started here.
+        # Processes from before the start.
         self.survivors: list[int] | None = None
         self.gpu_used_mib: list[int] | None = None
         self.pss_mib: dict[str, float] = {}
@@ -98,9 +93,6 @@ class Fleet:
     def start(self, arm: Arm) -> None:
         """Begin to start all instances."""
         self._began_s = time.monotonic()
-        if self._experiment.given is not None:
-            self._restart(self._experiment.given)
-            return
         # Orphaned descendants become children of this process (kvtax.proc.supervise).
         self.survivors = sorted(set(descendants(os.getpid())) - zygote_pids())
         self._launch(arm)
@@ -108,7 +100,7 @@ class Fleet:
     def wait_ready(self) -> float:
         """Wait until all instances answer; return the seconds since the start."""
         deadline_s = self._began_s + READY_DEADLINE_S * self._experiment.instances
-        while not self._is_ready():
+        while not all(each.server.is_ready() for each in self._servers):
             self.check_alive()
             if time.monotonic() > deadline_s:
                 raise ServerError(
@@ -116,8 +108,7 @@ class Fleet:
                     "after their start"
                 )
             time.sleep(POLL_S)
-        if self._servers:
-            self._read_kv_tokens()
+        self._read_kv_tokens()
         return time.monotonic() - self._began_s
 
     def metrics(self) -> dict[str, str]:
@@ -152,29 +143,6 @@ class Fleet:
         self._servers = self._stack.enter_context(fleet)
         self.instances = [each.instance for each in self._servers]
 
-    def _restart(self, given: Given) -> None:
-        _run_restart(given.restart)
-        self.instances = read_instances(Path(given.file))
-        count = self._experiment.instances
-        if len(self.instances) != count:
-            raise CheckError(
-                f"{given.file} names {len(self.instances)} instances where the "
-                f"experiment has `instances = {count}`: make the two agree"
-            )
-        self.vocab_size = given.vocab_size
-
-    def _is_ready(self) -> bool:
-        """Return whether all answer; a restarted one has READY_DEADLINE_S for it."""
-        if self._experiment.given is None:
-            return all(each.server.is_ready() for each in self._servers)
-        try:
-            check_instances(self.instances)
-        except CheckError:
-            if time.monotonic() > self._began_s + READY_DEADLINE_S:
-                raise
-            return False
-        return True
-
     def _read_kv_tokens(self) -> None:
         settings = self._experiment.instance_settings
         tokens = settings.block_size * settings.data_parallel
@@ -191,29 +159,3 @@ def _kv_tokens(url: str, tokens_per_block: int) -> int | None:
     """
     blocks = cache_config(http_text(f"{url}/metrics")).get("num_gpu_blocks")
     return None if blocks is None else blocks * tokens_per_block
-
-
-def _run_restart(command: list[str]) -> None:
-    """Run a `restart` command. Raises CheckError if it fails or takes too long."""
-    named = f"`restart` ({shlex.join(command)})"
-    # A file, no pipe: servers that it leaves in the background would hold that open.
-    with tempfile.TemporaryFile("w+", errors="replace") as output:
-        try:
-            status = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                timeout=READY_DEADLINE_S,
-            ).returncode
-        except OSError as error:
-            raise CheckError(f"{named} cannot be run: {error}") from None
-        except subprocess.TimeoutExpired:
-            raise CheckError(
-                f"{named} did not end within {READY_DEADLINE_S:.0f} s: it must leave "
-                "the servers starting, not wait for their end"
-            ) from None
-        if status != 0:
-            output.seek(0)
-            end = output.read()[-2000:]
-            raise CheckError(f"{named} ended with status {status}:\n{end}")

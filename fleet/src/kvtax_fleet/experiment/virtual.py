@@ -40,7 +40,6 @@ from kvtax_fleet.launch.launched import Workshop
 from kvtax_fleet.launch.spec import members, server_of
 from kvtax_fleet.paths import CONFIGS
 from kvtax_fleet.proxy.settings import Settings, resolved
-from kvtax_fleet.records.arm import OUR_PROXY
 from kvtax_fleet.records.host_times import HostTimes, StepTimes
 from kvtax_fleet.records.instances import Instance
 from kvtax_fleet.simulate.cells import Cell, Member, write_failed
@@ -64,14 +63,7 @@ RUNS_PER_TASK = 4
 
 def check_virtual(experiment: Experiment) -> None:
     """Raise ConfigError if the experiment cannot run in virtual time."""
-    if experiment.profile is None:
-        raise ConfigError("--virtual is for the instances of a `profile`")
-    for name, arm in experiment.arms.items():
-        if arm.router != OUR_PROXY:
-            raise ConfigError(
-                f"arm {name!r}: --virtual has no {arm.router}, which runs in real time "
-                "alone: leave the arm or --virtual out"
-            )
+    for arm in experiment.arms.values():
         wanted = experiment.fleet_spec(arm)
         for field in ("forward", "num_blocks"):
             if getattr(wanted.settings, field) is None:
@@ -81,11 +73,6 @@ def check_virtual(experiment: Experiment) -> None:
                 )
         preflight.check_connector(wanted.connector)
         host_times(experiment, arm.connector)
-        if arm.cache_state == "llm-d":
-            raise ConfigError(
-                f"arm {name!r}: llm-d's code follows real KV events, and --virtual has "
-                'none: leave the arm out, or give it `cache_state = "exact"`'
-            )
 
 
 def host_times(experiment: Experiment, connector: str) -> HostTimes:
@@ -243,7 +230,6 @@ def _cell(
 
 
 def _proxy(arm: Arm, instances: list[Instance]) -> Settings:
-    assert arm.cache_state != "llm-d"  # refused by check_virtual
     settings = proxy_settings(arm, instances)
     settings = msgspec.structs.replace(settings, cache=arm.cache_state)
     return resolved(instances, settings)

@@ -14,7 +14,6 @@ from kvtax.engine.server import ServerSpec, resolve
 from kvtax.proc.ports import LOOPBACK, Ports
 
 from kvtax_fleet.launch.instance_settings import InstanceSettings
-from kvtax_fleet.launch.kvindexd import HASH_SEED
 from kvtax_fleet.records.instances import Address, Instance, Role
 
 KV_ROLES: dict[Role, str] = {
@@ -22,6 +21,8 @@ KV_ROLES: dict[Role, str] = {
     "prefill": "kv_producer",
     "decode": "kv_consumer",
 }
+# vLLM before 0.30 takes a seed for its block hashes that nobody knows, but for this.
+HASH_SEED = "0"
 # Transfers with which one instance may prefill and another decode.
 HANDED_OVER = ("mooncake", "nixl")
 

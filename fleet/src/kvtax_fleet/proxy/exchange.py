@@ -6,28 +6,18 @@ virtual time."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from hashlib import sha256
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
 from multidict import CIMultiDict, MultiMapping
 
-from kvtax_fleet.proxy.apis import COMPLETIONS, MESSAGES, RESPONSES
 from kvtax_fleet.proxy.body import Payload, RequestBody
 from kvtax_fleet.proxy.loads import Flight
 from kvtax_fleet.proxy.router import Route
 from kvtax_fleet.records.decisions import DecisionEnd
 from kvtax_fleet.records.exposition import Gauges
 from kvtax_fleet.records.instances import Instance
-
-# From docs.anthropic.com/en/api/errors.
-_ANTHROPIC_TYPES = {
-    400: "invalid_request_error",
-    413: "request_too_large",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
 
 
 class Failure(Exception):
@@ -46,13 +36,6 @@ class Failure(Exception):
         self.quoted = quoted
 
 
-class UnknownModel(Failure):
-    """No instance serves the model. Its name is the client's, and in no log."""
-
-    def __init__(self, model: str) -> None:
-        super().__init__(404, None, "no instance serves the model", model)
-
-
 class Lost(Failure):
     """The instance broke off: it may be down."""
 
@@ -69,31 +52,17 @@ class ClientStalled(ConnectionResetError):
     """The client has stopped reading, and its connection has been ended."""
 
 
-def error_json(error: Failure, path: str = COMPLETIONS) -> bytes:
-    """Encode an error as the API at `path` does, with the instance that failed."""
-    status = error.status
+def error_json(error: Failure) -> bytes:
+    """Encode an error as OpenAI's APIs do, with the instance that failed."""
     message = f"{error}: {error.quoted}" if error.quoted else str(error)
-    kind, param, anthropic_kind = "proxy_error", None, _ANTHROPIC_TYPES.get(status)
-    if isinstance(error, UnknownModel):  # as vLLM
-        message = f"The model `{error.quoted}` does not exist."
-        kind, param, anthropic_kind = "NotFoundError", "model", "NotFoundError"
-    text = {"message": message, "instance": error.instance}
-    if path.startswith(MESSAGES):
-        kind = anthropic_kind or "api_error"
-        return msgspec.json.encode({"type": "error", "error": {"type": kind, **text}})
-    openai = {**text, "type": kind, "param": param, "code": status}
-    return msgspec.json.encode({"error": openai})
+    more = {"param": None, "code": error.status, "instance": error.instance}
+    fields = {"message": message, "type": "proxy_error", **more}
+    return msgspec.json.encode({"error": fields})
 
 
-def error_event(error: Failure, path: str) -> bytes:
-    """Encode an error inside a stream of the API at `path`."""
-    data = error_json(error, path)
-    if path == RESPONSES:
-        # OpenAI's clients look for `error`, its documentation has a type and a message.
-        fields = {"type": "error", "message": str(error), "error": msgspec.Raw(data)}
-        data = msgspec.json.encode({**fields, **msgspec.json.decode(data)})
-    event = b"data: " + data + b"\n\n"
-    return b"event: error\n" + event if path in (MESSAGES, RESPONSES) else event
+def error_event(error: Failure) -> bytes:
+    """Encode an error inside a stream."""
+    return b"data: " + error_json(error) + b"\n\n"
 
 
 # Characters of a request's or a session's name, above which its hash stands for it.
@@ -103,7 +72,7 @@ MAX_NAME_CHARS = 256
 class Client(Protocol[Payload]):
     """The sender of a request. Sending raises ConnectionResetError if it is gone.
 
-    `headers`: those to send on. `name`: stands for the client in accounts of failures.
+    `headers`: those to send on.
     """
 
     @property
@@ -113,10 +82,6 @@ class Client(Protocol[Payload]):
     @property
     def headers(self) -> MultiMapping[str]:
         """The request's headers, without those of its connection."""
-
-    @property
-    def name(self) -> str:
-        """The client's API key or address."""
 
     async def body(self) -> RequestBody[Payload]:
         """Read the body. Raises Failure if it is too large or no JSON object."""
@@ -140,8 +105,8 @@ class Client(Protocol[Payload]):
 class Answer(Protocol):
     """An answer that has begun.
 
-    `first`: its first chunk. `streams`: it is a stream of events. `good`: it has a
-    result, as far as `first` shows.
+    `first`: its first chunk; all of it, if it is no stream. `streams`: it is a stream
+    of events. `good`: it has a result.
     """
 
     status: int
@@ -201,35 +166,22 @@ class Exact(Protocol[Payload]):
         """
 
 
-async def rest_of(answer: Answer) -> bytes:
-    """Read an answer to its end. Raises Lost."""
-    pieces = [answer.first]
-    while piece := await answer.chunk():
-        pieces.append(piece)
-    return b"".join(pieces)
-
-
 class Exchange(Generic[Payload]):
     """A request from its arrival to its end.
 
     `end`: its last line in the decision log, filled in on the way. `body`: there after
     `read_body`. `cached_tokens`: tokens of the prompt that each instance has cached,
     None where unknown. `route`, `flight`: there once an instance has been chosen; a
-    second attempt replaces them. `lacking`: instances that do not serve the
-    model. `failed`: instances that have failed it. `in_flight`: the attempts at
-    instances.
+    second attempt replaces them.
     """
 
     body: RequestBody[Payload]
     route: Route
     flight: Flight
-    in_flight: ExitStack
 
     def __init__(self, client: Client[Payload], number: int) -> None:
         self.client = client
         self.cached_tokens: dict[str, int] | None = None
-        self.lacking: set[str] = set()
-        self.failed: list[str] = []
         self.end = DecisionEnd(
             id=_bounded(client.headers.get("X-Request-Id")) or f"kvtax/{number}",
             number=number,
@@ -240,16 +192,9 @@ class Exchange(Generic[Payload]):
     def path(self) -> str:
         return self.client.path
 
-    @property
-    def sender(self) -> str:
-        """The session, or the client if it names none."""
-        return self.end.session or self.client.name
-
     async def read_body(self) -> None:
         """Read the body. Raises Failure if it is too large or no JSON object."""
         self.body = await self.client.body()
-        if self.end.session is None:
-            self.end.session = self.body.session
 
 
 def _bounded(name: str | None) -> str | None:

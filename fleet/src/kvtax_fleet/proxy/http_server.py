@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients over HTTP: their bodies within a budget, and their answers."""
+"""Clients over HTTP: their heads and bodies within limits, and their answers."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
 
 from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
 from multidict import MultiMapping
 
 from kvtax_fleet.proxy.apis import APIS
 from kvtax_fleet.proxy.body import Body, BodyError
 from kvtax_fleet.proxy.exchange import ClientStalled, Failure, error_event, error_json
-from kvtax_fleet.proxy.session_affinity import Sessions
-from kvtax_fleet.proxy.upstream import MAX_LINE_BYTES, MAX_LINES, READ_BYTES, forwarded
+from kvtax_fleet.proxy.upstream import READ_BYTES, forwarded
 
 # Seconds that a connection may be silent between requests, and for what a client still
 # sends after an error.
@@ -22,88 +24,73 @@ KEEPALIVE_S = 75.0
 LINGER_S = 2.0
 # Connections that nobody has looked at yet.
 BACKLOG = 4096
-# What a body takes in memory while it is routed, as a multiple of its bytes.
-COPIES = 4
+# Limits of a request's head: bytes and lines; seconds from its first byte, or from the
+# connection's beginning, to its last.
+MAX_HEAD_BYTES = 1 << 16
+MAX_HEAD_LINES = 128
+MAX_HEAD_S = 10.0
+# Seconds between two lines of the log about bad requests.
+LOG_EVERY_S = 10.0
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-_HELD = web.RequestKey("held_bytes", int)
 Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+log = logging.getLogger(__name__)
 
 
-class Bodies:
-    """The bodies of all requests, within a budget of memory.
+class HttpClient:
+    """A Client over HTTP, of the API at `path`.
 
-    A client that sends nothing for `timeout_s` is refused.
+    `response` is there once it has been answered. A client that sends or takes nothing
+    for `timeout_s` is cut off.
     """
 
     def __init__(
-        self, max_body_bytes: int, max_held_bytes: int, timeout_s: float
+        self, request: web.BaseRequest, path: str, max_body_bytes: int, timeout_s: float
     ) -> None:
+        self._request = request
         self._max_body_bytes = max_body_bytes
-        self._max_held_bytes = max_held_bytes
         self._timeout_s = timeout_s
-        self._held_bytes = 0
+        self.path = path
+        self.headers: MultiMapping[str] = forwarded(request.headers)
+        self.response: web.StreamResponse | None = None
 
-    @contextmanager
-    def held(self, request: web.BaseRequest) -> Iterator[None]:
-        """Hold what `read` reads inside the context."""
-        request[_HELD] = 0
+    async def body(self) -> Body:
         try:
-            yield
-        finally:
-            self._held_bytes -= request[_HELD]
+            return Body(await self._read(), APIS[self.path])
+        except BodyError as error:
+            raise Failure(400, None, str(error)) from None
 
-    async def read(self, request: web.BaseRequest) -> bytes:
+    async def _read(self) -> bytes:
         """Read the body. Raises Failure."""
-        if (request.content_length or 0) > self._max_body_bytes:
-            raise self._too_large()
+        request, limit = self._request, self._max_body_bytes
+        too_large = Failure(413, None, f"the body is too large: above {limit} bytes")
+        if (request.content_length or 0) > limit:
+            raise too_large
         if request.headers.get("Expect", "").lower() == "100-continue":
             await request.writer.write(CONTINUE)
             request.writer.output_size = 0
         pieces: list[bytes] = []
-        size = 0
-        while piece := await self._piece(request):
-            size += len(piece)
-            if size > self._max_body_bytes:
-                raise self._too_large()
-            self._held_bytes += COPIES * len(piece)
-            request[_HELD] += COPIES * len(piece)
-            if self._held_bytes > self._max_held_bytes:
-                raise Failure(503, None, "the proxy is full of requests; try later")
+        size_bytes = 0
+        while piece := await self._piece():
+            size_bytes += len(piece)
+            if size_bytes > limit:
+                raise too_large
             pieces.append(piece)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    async def _piece(self, request: web.BaseRequest) -> bytes:
+    async def _piece(self) -> bytes:
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await request.content.readany()
+                return await self._request.content.readany()
         except TimeoutError:
             why = f"nothing more of the body has come for {self._timeout_s:g} s"
             raise Failure(408, None, why) from None
         except web.RequestPayloadError as error:
-            raise Failure(400, None, f"the body cannot be read: {error}") from None
-
-    def _too_large(self) -> Failure:
-        limit = self._max_body_bytes
-        return Failure(413, None, f"the body is too large: above {limit} bytes")
-
-
-class HttpClient:
-    """A Client over HTTP. `response` is there once it has been answered."""
-
-    def __init__(self, request: web.BaseRequest, timeout_s: float) -> None:
-        self._request = request
-        self._timeout_s = timeout_s
-        self.path = request.rel_url.raw_path
-        self.headers: MultiMapping[str] = forwarded(request.headers)
-        self.response: web.StreamResponse | None = None
-
-    @property
-    def name(self) -> str:
-        return self.headers.get("Authorization") or str(self._request.remote)
+            why = f"the body cannot be read: {type(error).__name__}"
+            raise Failure(400, None, why) from None
 
     def refuse(self, failure: Failure) -> None:
         if self.response is None:
-            self.response = error_response(failure, self.path)
+            self.response = error_response(failure)
         else:
             self._abort()
 
@@ -121,7 +108,7 @@ class HttpClient:
 
     async def break_off(self, failure: Failure) -> None:
         # A blank line first, to end a torn event.
-        await self.write(b"\n\n" + error_event(failure, self.path))
+        await self.write(b"\n\n" + error_event(failure))
 
     async def _sent(self, sending: Awaitable[object]) -> None:
         """Wait until the client has taken enough. Raises ConnectionResetError."""
@@ -138,38 +125,100 @@ class HttpClient:
             self._request.transport.abort()
 
 
-class Generating(HttpClient):
-    """A client of one of the APIs that generate."""
+class _BadRequests:
+    """Counts requests that are no HTTP; logs their number, and nothing of them."""
 
-    def __init__(
+    def __init__(self) -> None:
+        self._count = 0
+        self._logged_s = float("-inf")
+
+    def note(self, now_s: float) -> None:
+        """Count a bad request."""
+        self._count += 1
+        if now_s - self._logged_s >= LOG_EVERY_S:
+            log.warning("requests that are no HTTP so far: %d", self._count)
+            self._logged_s = now_s
+
+
+class _Connection(RequestHandler):
+    """A client's connection; one whose head is too long or late is closed."""
+
+    def __init__(self, server: web.Server, bad: _BadRequests, **options: Any) -> None:
+        super().__init__(server, **options)
+        self._bad = bad
+        self._head_bytes = 0
+        self._too_late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._too_late = self._loop.call_later(MAX_HEAD_S, self.force_close)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._end_head()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        awaits_head = self._waiter is not None and not self._waiter.done()
+        heads = self._request_count
+        super().data_received(data)
+        if self._request_count > heads:
+            self._end_head()
+        elif awaits_head:
+            self._head_bytes += len(data)
+            if self._too_late is None:
+                self._too_late = self._loop.call_later(MAX_HEAD_S, self.force_close)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self.force_close()
+
+    def _end_head(self) -> None:
+        self._head_bytes = 0
+        if self._too_late is not None:
+            self._too_late.cancel()
+            self._too_late = None
+
+    def handle_error(
         self,
         request: web.BaseRequest,
-        timeout_s: float,
-        bodies: Bodies,
-        sessions: Sessions,
-    ) -> None:
-        super().__init__(request, timeout_s)
-        self._bodies = bodies
-        self._sessions = sessions
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer a request that is no HTTP, or that could not be handled."""
+        if status == 400:
+            self._bad.note(self._loop.time())
+        else:
+            log.error("a request could not be handled", exc_info=exc)
+        response = error_response(Failure(status, None, "the request is no HTTP"))
+        response.force_close()
+        return response
 
-    async def body(self) -> Body:
-        raw = await self._bodies.read(self._request)
-        try:
-            body = Body(raw, APIS[self.path])
-        except BodyError as error:
-            raise Failure(400, None, str(error)) from None
-        if "X-Session-Id" not in self.headers:
-            body.session = self._sessions.of(body)
-        return body
+
+class _Server(web.Server):
+    """Makes our connections."""
+
+    def __init__(self, handle: Handle, **options: Any) -> None:
+        super().__init__(handle, handler_cancellation=True, **options)
+        self._bad = _BadRequests()
+
+    def __call__(self) -> RequestHandler:
+        return _Connection(self, self._bad, loop=self._loop, **self._kwargs)
+
+
+def check_head(request: web.BaseRequest) -> None:
+    """Raise Failure if the head is too long."""
+    sizes = (len(name) + len(value) + 4 for name, value in request.raw_headers)
+    if sum(sizes) + len(request.raw_path) > MAX_HEAD_BYTES:
+        raise Failure(431, None, f"the head is too long: above {MAX_HEAD_BYTES} bytes")
 
 
 def json_response(status: int, body: bytes) -> web.Response:
+    """Make a response in JSON."""
     return web.Response(status=status, body=body, content_type="application/json")
 
 
-def error_response(failure: Failure, path: str) -> web.Response:
-    """Make the error in the form of the API at `path`."""
-    return json_response(failure.status, error_json(failure, path))
+def error_response(failure: Failure) -> web.Response:
+    """Make the response that tells a failure."""
+    return json_response(failure.status, error_json(failure))
 
 
 @asynccontextmanager
@@ -180,16 +229,14 @@ async def answering(
 
     The handling of a request ends with its client.
     """
-    server = web.Server(
+    server = _Server(
         handle,
-        handler_cancellation=True,
         keepalive_timeout=KEEPALIVE_S,
         lingering_time=LINGER_S,
         access_log=None,
         read_bufsize=READ_BYTES,
-        max_line_size=MAX_LINE_BYTES,
-        max_field_size=MAX_LINE_BYTES,
-        max_headers=MAX_LINES,
+        max_headers=MAX_HEAD_LINES,
+        max_field_size=MAX_HEAD_BYTES // 2,
     )
     runner = web.ServerRunner(server, shutdown_timeout=LINGER_S)
     await runner.setup()

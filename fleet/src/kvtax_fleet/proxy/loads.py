@@ -36,10 +36,6 @@ class FleetLoad:
     def __getitem__(self, name: str) -> InstanceLoad:
         return self._loads[name]
 
-    def follow(self, names: Iterable[str]) -> None:
-        """Replace the instances; one of the same name keeps its load."""
-        self._loads = {name: self._loads.get(name) or InstanceLoad() for name in names}
-
     def decided(self, is_first_attempt: bool, offloads: bool) -> None:
         """Count a decision, with a prefill elsewhere or without."""
         self.arrivals += is_first_attempt
@@ -47,7 +43,7 @@ class FleetLoad:
 
     def flight(self, name: str, prompt_tokens: int) -> Flight:
         """Return a request at instance `name`, in flight inside the context."""
-        return Flight(self._loads.get(name) or InstanceLoad(), prompt_tokens)
+        return Flight(self._loads[name], prompt_tokens)
 
     @contextmanager
     def offload(self, name: str, prompt_tokens: int, new_tokens: int) -> Iterator[None]:

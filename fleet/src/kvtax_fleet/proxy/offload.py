@@ -29,7 +29,6 @@ from kvtax_fleet.proxy.exchange import (
     Lost,
     Unreachable,
     Upstream,
-    rest_of,
 )
 from kvtax_fleet.proxy.health import Health
 from kvtax_fleet.proxy.loads import FleetLoad
@@ -37,8 +36,6 @@ from kvtax_fleet.records.decisions import Offload, OffloadFailure
 from kvtax_fleet.records.instances import Instance
 
 log = logging.getLogger(__name__)
-# A request's model and its sender, by which failures are counted.
-Sender = tuple[str | None, str]
 # Sends a request with these kv_transfer_params.
 Send = Callable[[dict[str, Any]], Awaitable[Answer]]
 
@@ -149,7 +146,6 @@ class Offloader(Generic[Payload]):
     ) -> Answer:
         self._require_possible(exchange, p, d)
         route, path, headers = exchange.route, exchange.path, exchange.client.headers
-        sender = exchange.body.model, exchange.sender
         # Counted from the decision on: a policy that caps the offloads under way must
         # see this one at once. Counted until P has answered, which may be after D has.
         counted = ExitStack()
@@ -162,7 +158,7 @@ class Offloader(Generic[Payload]):
             with counted:
                 payload = exchange.body.prefill_only(params)
                 offload.prefill_asked_ns = self._now_ns()
-                answer = await self._prefill(p, path, headers, payload, limit_s, sender)
+                answer = await self._prefill(p, path, headers, payload, limit_s)
                 offload.prefilled_ns = self._now_ns()
                 return answer
 
@@ -173,7 +169,7 @@ class Offloader(Generic[Payload]):
             return await self._upstream.request(d, path, headers, payload, streams)
 
         try:
-            return await self._transfer(p, d, prefill, decode, limit_s, sender)
+            return await self._transfer(p, d, prefill, decode, limit_s)
         except BaseException:
             counted.close()
             raise
@@ -182,10 +178,6 @@ class Offloader(Generic[Payload]):
         self, exchange: Exchange[Payload], p: Instance, d: Instance
     ) -> None:
         """Raise GivenUp if the request or the pair rules an offload out."""
-        if not exchange.body.api.transfers:
-            raise GivenUp(
-                "not_possible", f"{exchange.path} takes no kv_transfer_params"
-            )
         if not exchange.body.single:
             raise GivenUp("not_possible", "several answers are requested")
         if left_s := self._backoff.left_s(p.name, d.name):
@@ -202,13 +194,12 @@ class Offloader(Generic[Payload]):
         prefill: Send,
         decode: Send,
         limit_s: float,
-        sender: Sender,
     ) -> Answer:
         if d.connector == "nixl":
             prefilled = await prefill({"do_remote_decode": True})
             return await self._decode(decode(_params_of(prefilled, p)), d)
         transfer_id = uuid.uuid4().hex
-        pull = await self._pull_params(p, transfer_id, limit_s, sender)
+        pull = await self._pull_params(p, transfer_id, limit_s)
         send = {"do_remote_decode": True, "transfer_id": transfer_id}
         return await self._at_once(prefill(send), decode(pull), d)
 
@@ -243,15 +234,11 @@ class Offloader(Generic[Payload]):
         headers: MultiMapping[str],
         payload: Payload,
         limit_s: float,
-        sender: Sender,
     ) -> Answer:
         """Prefill on P; all of its answer becomes its `first`. Raises GivenUp."""
-        async with self._within(limit_s, p, sender, "prefill_slow", "prefill_lost"):
+        async with self._within(limit_s, p, "prefill_slow", "prefill_lost"):
             answer = await self._upstream.request(p, path, headers, payload, False)
-            try:
-                answer.first = await rest_of(answer)
-            finally:
-                answer.close()
+            answer.close()
         if answer.status != 200:
             why = f"prefill on {p.name}: HTTP {answer.status}"
             raise GivenUp("prefill_refused", why)
@@ -262,7 +249,6 @@ class Offloader(Generic[Payload]):
         self,
         limit_s: float,
         p: Instance,
-        sender: Sender,
         slow: OffloadFailure,
         lost: OffloadFailure,
         what: str = "",
@@ -279,7 +265,7 @@ class Offloader(Generic[Payload]):
             why = f"prefill on {p.name}: {raised}"
             failure, error = lost, raised
         self._engine_ids.pop(p.name, None)
-        self._health.failed(error, *sender)
+        self._health.failed(error)
         raise GivenUp(failure, why)
 
     async def _decode(self, decode: Awaitable[Answer], d: Instance) -> Answer:
@@ -302,12 +288,12 @@ class Offloader(Generic[Payload]):
         return answer
 
     async def _pull_params(
-        self, p: Instance, transfer_id: str, limit_s: float, sender: Sender
+        self, p: Instance, transfer_id: str, limit_s: float
     ) -> dict[str, Any]:
         if p.name not in self._engine_ids:
             what = f": {p.bootstrap_url}"
             no_id: OffloadFailure = "no_engine_id"
-            async with self._within(limit_s, p, sender, no_id, no_id, what):
+            async with self._within(limit_s, p, no_id, no_id, what):
                 self._engine_ids[p.name] = await self._upstream.engine_id(p)
         return {
             "do_remote_prefill": True,

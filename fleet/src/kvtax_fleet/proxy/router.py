@@ -19,7 +19,7 @@ from kvtax_fleet.policies.decision import Decision, NoInstance, RequestInfo
 from kvtax_fleet.proxy.body import PIECE_BYTES, RequestBody
 from kvtax_fleet.proxy.decision_log import DecisionLog
 from kvtax_fleet.proxy.loads import FleetLoad
-from kvtax_fleet.proxy.session_affinity import Pins
+from kvtax_fleet.proxy.pins import Pins
 from kvtax_fleet.records.decisions import Candidate, DecisionEnd, Snapshot
 from kvtax_fleet.records.instances import Instance
 
@@ -107,16 +107,6 @@ class Mirror:
             self.tokens[instance] -= tokens
             self._index.discard(key, instance)
 
-    def follow(self, places: Sequence[int | None]) -> None:
-        """Replace the instances by those that had these places; None for new ones."""
-        pieces, tokens = self._pieces, self.tokens
-        self._pieces = [OrderedDict() if at is None else pieces[at] for at in places]
-        self.tokens = [0.0 if at is None else tokens[at] for at in places]
-        self._index = PrefixIndex(len(places))
-        for place, keys in enumerate(self._pieces):
-            for key in keys:
-                self._index.add(key, place)
-
     def clear(self, instance: int) -> None:
         for key in self._pieces[instance]:
             self._index.discard(key, instance)
@@ -150,7 +140,10 @@ class Router:
         log: DecisionLog,
         now_ns: Callable[[], int],
     ) -> None:
-        self.follow(instances)
+        self._instances = instances
+        self._place = {instance.name: place for place, instance in enumerate(instances)}
+        self.difference_tokens = [0] * len(instances)
+        self.differences = [0] * len(instances)
         self._decide = POLICIES[policy].decide
         self._parameters = parameters
         self._mirror = mirror
@@ -159,13 +152,6 @@ class Router:
         self._now_ns = now_ns
         self._pins = pins
         self.decision_us: deque[float] = deque(maxlen=10_000)
-
-    def follow(self, instances: Sequence[Instance]) -> None:
-        """Replace the instances; sessions stay where they are."""
-        self._instances = instances
-        self._place = {instance.name: place for place, instance in enumerate(instances)}
-        self.difference_tokens = [0] * len(instances)
-        self.differences = [0] * len(instances)
 
     def route(
         self,

@@ -22,17 +22,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ]
     parameters: dict[str, Any] = {}
     cache: Literal["mirror", "exact"] = "mirror"
-    kvindexd: (
-        Annotated[
-            str,
-            Meta(
-                description="look up what is cached where in the kvindexd at this "
-                "address: unix:///PATH or tcp://HOST:PORT (default: estimate from the "
-                "proxy's own decisions)"
-            ),
-        ]
-        | None
-    ) = None
     mirror_tokens: Annotated[
         int,
         Meta(ge=1, description="tokens that the mirror assumes an instance to hold"),
@@ -40,16 +29,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_body_bytes: Annotated[
         int, Meta(ge=1, description="a longer request body is answered with 413")
     ] = 64 * 2**20
-    max_held_bytes: Annotated[
-        int,
-        Meta(ge=1, description="bytes that all request bodies may take; more gets 503"),
-    ] = 2**30
     silence_timeout_s: Annotated[
         float,
         Meta(
             ge=0.001,
             description="seconds an instance may send nothing of an answer that has "
-            "begun, or is to be a stream",
+            "begun, or is to be a stream; also for requests to wait where all are out",
         ),
     ] = 300.0
     client_timeout_s: Annotated[
@@ -69,9 +54,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ge=0.001, description="seconds from an offloaded prefill to the first byte"
         ),
     ] = 30.0
-    drain_timeout_s: Annotated[
-        float, Meta(ge=0, description="seconds for requests under way after SIGTERM")
-    ] = 25.0
+    # Seconds for requests under way after SIGTERM.
+    drain_timeout_s: Annotated[float, Meta(ge=0)] = 25.0
 
 
 class SettingsError(Exception):

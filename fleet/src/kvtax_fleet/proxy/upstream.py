@@ -11,10 +11,7 @@ import asyncio
 import errno
 import io
 import re
-import socket
-from collections.abc import Sequence
 from typing import Self
-from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -22,9 +19,14 @@ from aiohttp.resolver import ThreadedResolver
 from multidict import CIMultiDict, MultiMapping
 from yarl import URL
 
-from kvtax_fleet.proxy.apis import APIS, EVENT_ENDS, UNREADABLE, Api, is_result, with_lf
-from kvtax_fleet.proxy.exchange import Answer, Failure, Lost, Silent, Unreachable
-from kvtax_fleet.proxy.health import Models
+from kvtax_fleet.proxy.apis import (
+    EVENT_ENDS,
+    UNREADABLE,
+    is_result,
+    kind_of,
+    with_lf,
+)
+from kvtax_fleet.proxy.exchange import Failure, Lost, Silent, Unreachable
 from kvtax_fleet.records.exposition import Gauges
 from kvtax_fleet.records.instances import Instance
 
@@ -32,19 +34,17 @@ from kvtax_fleet.records.instances import Instance
 # the close half-way would fail for no fault of the instance.
 KEEPALIVE_S = 2.0
 CONNECT_TIMEOUT_S = 5.0
-PROBE_TIMEOUT_S = 2.0
+# Seconds for a page of an instance, whose server may be busy with long prompts.
+PAGE_TIMEOUT_S = 10.0
 # Seconds for which an instance's address is kept.
 ADDRESS_S = 2
-# Bytes of a head's line, and lines of a head.
-MAX_LINE_BYTES, MAX_LINES = 1 << 16, 1000
 # Bytes of an answer that are read ahead of the client.
 READ_BYTES = 1 << 16
 # Bytes of a body above which it is sent in pieces.
 PIECES_BYTES = 1 << 20
 _EVENT_END = re.compile(b"|".join(EVENT_ENDS))
-# Bytes of a first event whose end is waited for, and of the beginning of a result.
+# Bytes of a first event whose end is waited for.
 MAX_FIRST_EVENT_BYTES = 1 << 16
-MIN_BEGIN_BYTES = 32
 # Errors of the proxy's own, which are no failure of the instance.
 _OWN_ERRNOS = {errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS}
 # These headers belong to a connection, not to what it carries (RFC 9110, 7.6.1).
@@ -69,6 +69,7 @@ _NOT_FORWARDED = _HOP_BY_HOP | {
     "content-encoding",
     "expect",
     "accept-encoding",
+    "x-data-parallel-rank",
 }
 # Added by aiohttp unless they are listed.
 _NOT_ADDED = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
@@ -77,10 +78,6 @@ _GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"
 _GAUGE = re.compile(rf"^vllm:({'|'.join(_GAUGES)})(?:\{{.*\}})? (\S+)", re.MULTILINE)
 # Selects one of several engines of a vLLM server.
 _RANK = "X-data-parallel-rank"
-
-
-class _ModelList(msgspec.Struct):
-    data: list[dict[str, object]]
 
 
 class _Rank(msgspec.Struct):
@@ -127,15 +124,20 @@ class HttpAnswer:
     def close(self) -> None:
         self._response.close()
 
-    async def begin(self, api: Api) -> None:
-        """Read up to the first token, or the first of a result. Raises Failure."""
+    async def begin(self) -> None:
+        """Read up to the first token, or all of an answer that is no stream.
+
+        Raises Failure.
+        """
         name = self._name
+        if not self.streams:
+            while chunk := await self.chunk():
+                self.first += chunk
+            self.good = 200 <= self.status < 300 and is_result(self.first)
+            return
         try:
             async with asyncio.timeout(self._silence_timeout_s):
-                if not self.streams:
-                    await self._begin_result()
-                    return
-                event, is_whole = await self._up_to_token(api)
+                event, is_whole = await self._up_to_token()
         except TimeoutError as error:
             raise Silent(504, name, f"{name} sent no first byte in time") from error
         except (aiohttp.ClientError, OSError) as error:
@@ -147,21 +149,14 @@ class HttpAnswer:
             if self.at_end:
                 raise Failure(502, name, f"{name} ended the stream in its first event")
             return
-        kind = api.kind(event)
+        kind = kind_of(event)
         if kind == "error":
             text = event.decode(errors="replace")
             raise Failure(502, name, f"{name} answered with an error event", text)
         if kind == "end":
             raise Failure(502, name, f"{name} ended the stream without a token")
 
-    async def _begin_result(self) -> None:
-        content = self._response.content
-        while len(self.first) < MIN_BEGIN_BYTES and not content.at_eof():
-            self.first += await content.readany()
-        is_ok = 200 <= self.status < 300
-        self.good = is_ok and is_result(self.first, content.at_eof())
-
-    async def _up_to_token(self, api: Api) -> tuple[bytes, bool]:
+    async def _up_to_token(self) -> tuple[bytes, bool]:
         """Read the first chunks, up to the first event in them that is no opening.
 
         Returns the event, and whether it is whole. The event decides the status, so all
@@ -176,7 +171,7 @@ class HttpAnswer:
                 break
             first += more
             end = _EVENT_END.search(first, start)
-            while end and api.kind(with_lf(first[start : end.start()])) == "opening":
+            while end and kind_of(with_lf(first[start : end.start()])) == "opening":
                 start = end.end()
                 end = _EVENT_END.search(first, start)
         self.first = first
@@ -185,10 +180,9 @@ class HttpAnswer:
 
 
 class HttpUpstream:
-    """An Upstream over HTTP, to be entered; `instances` are all of them."""
+    """An Upstream over HTTP, to be entered."""
 
-    def __init__(self, instances: Sequence[Instance], silence_timeout_s: float) -> None:
-        self.instances = instances
+    def __init__(self, silence_timeout_s: float) -> None:
         self._silence_timeout_s = silence_timeout_s
 
     async def __aenter__(self) -> Self:
@@ -199,7 +193,7 @@ class HttpUpstream:
         )
         # An open connection to a dead process would prove nothing.
         self._probes = _session(
-            aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S),
+            aiohttp.ClientTimeout(total=PAGE_TIMEOUT_S),
             force_close=True,
             use_dns_cache=False,
         )
@@ -216,23 +210,34 @@ class HttpUpstream:
         headers: MultiMapping[str],
         payload: bytes,
         streams: bool,
-    ) -> Answer:
-        answer = await self.open(instance, "POST", path, headers, payload, streams)
+    ) -> HttpAnswer:
+        """Send a request; return its answer up to its first token. Raises Failure."""
+        answer = await self._open(instance, path, headers, payload, streams)
         try:
-            await answer.begin(APIS[path])
+            await answer.begin()
         except BaseException:
             answer.close()
             raise
         return answer
 
-    async def open(
+    async def models(
+        self, instance: Instance, headers: MultiMapping[str]
+    ) -> tuple[int, bytes]:
+        """Return the status and text of an instance's /v1/models. Raises Lost."""
+        url = f"{instance.url}/v1/models"
+        try:
+            async with self._probes.get(url, headers=headers) as response:
+                return response.status, await response.read()
+        except (aiohttp.ClientError, OSError) as error:
+            raise Lost(502, instance.name, f"{url}: {_named(error)}") from error
+
+    async def _open(
         self,
         instance: Instance,
-        method: str,
         path: str,
         headers: MultiMapping[str],
         body: bytes,
-        streams: bool = False,
+        streams: bool,
     ) -> HttpAnswer:
         """Send a request and wait for the head of its answer. Raises Failure.
 
@@ -246,21 +251,23 @@ class HttpUpstream:
         try:
             async with asyncio.timeout(self._silence_timeout_s if streams else None):
                 response = await self._session.request(
-                    method,
+                    "POST",
                     URL(instance.url + path, encoded=True),
                     headers=headers,
                     data=io.BytesIO(body) if len(body) > PIECES_BYTES else body or None,
                     allow_redirects=False,
                 )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise await self._unreachable(instance, error) from error
+            raise _unreachable(instance, error) from error
         except TimeoutError as error:
             raise Silent(504, name, f"{name} did not answer in time") from error
         except (aiohttp.ClientError, OSError) as error:
             why = f"{name} broke off before its answer: {error}"
             raise Lost(502, name, why) from error
         except ValueError as error:
-            raise Failure(400, None, f"the request cannot be sent: {error}") from None
+            # Its text may quote a header.
+            why = f"the request cannot be sent: {type(error).__name__}"
+            raise Failure(400, None, why) from None
         return HttpAnswer(response, name, self._silence_timeout_s)
 
     async def engine_id(self, instance: Instance) -> str:
@@ -271,8 +278,7 @@ class HttpUpstream:
             by_rank = msgspec.json.decode(ranks, type=dict[str, _Rank])
             return by_rank[str(instance.data_parallel_rank or 0)].engine_id
         except (aiohttp.ClientError, OSError) as error:
-            is_own = await self._is_own(instance, error)
-            name = None if is_own else instance.name
+            name = None if _is_own(error) else instance.name
             raise Lost(502, name, f"{url}: {_named(error)}") from error
         except (msgspec.DecodeError, KeyError) as error:
             why = f"{url}: no engine id: {error}"
@@ -281,7 +287,7 @@ class HttpUpstream:
     async def gauges(self, instance: Instance) -> Gauges:
         url = f"{instance.url}/metrics"
         try:
-            async with asyncio.timeout(PROBE_TIMEOUT_S):
+            async with asyncio.timeout(PAGE_TIMEOUT_S):
                 async with self._session.get(url) as response:
                     text = await response.text()
             values = {name: float(value) for name, value in _GAUGE.findall(text)}
@@ -300,44 +306,26 @@ class HttpUpstream:
             async with self._probes.get(f"{instance.url}/health") as response:
                 status = response.status
         except aiohttp.ClientConnectorError as error:
-            raise await self._unreachable(instance, error) from error
+            raise _unreachable(instance, error) from error
+        except TimeoutError as error:
+            why = f"/health: no answer within {PAGE_TIMEOUT_S:g} s"
+            raise Silent(503, instance.name, why) from error
         except (aiohttp.ClientError, OSError) as error:
             raise Lost(503, instance.name, f"/health: {_named(error)}") from error
         if status >= 400:
             raise Lost(503, instance.name, f"/health: HTTP {status}")
 
-    async def list_models(self, instance: Instance) -> Models | None:
-        """Read an instance's models, None if it lists none. Raises OSError."""
-        try:
-            async with self._probes.get(f"{instance.url}/v1/models") as response:
-                text = await response.read()
-        except aiohttp.ClientError as error:
-            raise OSError(str(error)) from None
-        if response.status >= 500:
-            raise OSError(f"HTTP {response.status}")
-        try:
-            listed = msgspec.json.decode(text, type=_ModelList).data
-            return {str(model["id"]): model for model in listed}
-        except (*UNREADABLE, KeyError):
-            return None
 
-    async def _unreachable(self, instance: Instance, error: OSError) -> Unreachable:
-        is_own = await self._is_own(instance, error)
-        why = getattr(error, "os_error", error)
-        message = f"no connection to {instance.name}: {why}"
-        return Unreachable(503, None if is_own else instance.name, message)
+def _unreachable(instance: Instance, error: OSError) -> Unreachable:
+    cause = getattr(error, "os_error", error)
+    name = None if _is_own(error) else instance.name
+    return Unreachable(503, name, f"no connection to {instance.name}: {cause}")
 
-    async def _is_own(self, instance: Instance, error: Exception) -> bool:
-        """Return whether no connection could be opened for no fault of the instance.
 
-        The proxy may be out of files, ports or memory, or find no name at all.
-        """
-        cause = getattr(error, "os_error", error)
-        if isinstance(cause, socket.gaierror):
-            hosts = {urlsplit(other.url).hostname for other in self.instances}
-            hosts.discard(urlsplit(instance.url).hostname)
-            return not any(await asyncio.gather(*map(_resolves, hosts)))
-        return isinstance(cause, OSError) and cause.errno in _OWN_ERRNOS
+def _is_own(error: Exception) -> bool:
+    """Return whether the proxy is out of files or ports."""
+    cause = getattr(error, "os_error", error)
+    return isinstance(cause, OSError) and cause.errno in _OWN_ERRNOS
 
 
 def forwarded(headers: MultiMapping[str]) -> CIMultiDict[str]:
@@ -360,18 +348,7 @@ def _session(
         cookie_jar=aiohttp.DummyCookieJar(),
         skip_auto_headers=_NOT_ADDED,
         read_bufsize=READ_BYTES,
-        max_line_size=MAX_LINE_BYTES,
-        max_field_size=MAX_LINE_BYTES,
-        max_headers=MAX_LINES,
     )
-
-
-async def _resolves(host: str | None) -> bool:
-    try:
-        await asyncio.get_running_loop().getaddrinfo(host, None)
-    except OSError:
-        return False
-    return True
 
 
 def _without(headers: MultiMapping[str], names: frozenset[str]) -> CIMultiDict[str]:

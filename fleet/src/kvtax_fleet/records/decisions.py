@@ -215,7 +215,7 @@ class CachedTokens(msgspec.Struct):
     mirror_tokens: int | None = None
     """What the proxy believes from its own decisions."""
     exact_tokens: int | None = None
-    """What the KV events say; null where llm-d's code reads them: it does not count."""
+    """By the KV events."""
     mirror_minus_exact_tokens: int | None = None
     """Above 0: the mirror holds more."""
     mean_difference_tokens: float | None = None
@@ -223,12 +223,6 @@ class CachedTokens(msgspec.Struct):
     without one."""
     compared_prompts: int | None = None
     """How many prompts that mean is over."""
-    complete: bool | None = None
-    """Whether all KV events since the instance's start have been applied."""
-    gaps: int | None = None
-    """Gaps in the events' sequence numbers."""
-    skipped_blocks: int | None = None
-    """Blocks that kvindexd does not keep, as no prompt could be found in them."""
 
 
 class InstanceBreakdown(msgspec.Struct, kw_only=True):

@@ -58,6 +58,10 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "if that is later; default: its think time after that answer"
         ),
     ] = False
+    request_limit: (
+        Annotated[int, Meta(ge=1, description="only the first N requests of the trace")]
+        | None
+    ) = None
     timeout_s: Annotated[
         float, Meta(ge=0.001, description="seconds for a whole answer")
     ] = 600.0

@@ -117,7 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ReplayError("--trace-times: leave --closed-loop out, which has no times")
     options = msgspec.structs.replace(options, url=url)
     require_file(options.trace)  # hashed, too
-    sessions = group(read_trace(options.trace))
+    sessions = group(read_trace(options.trace), options.request_limit)
     replay = Replay(options, sessions, arguments.out)
     try:
         return asyncio.run(_replay(replay))

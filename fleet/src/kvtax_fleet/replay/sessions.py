@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -39,13 +39,13 @@ class Session:
         return self.turns[self.recorded :]
 
 
-def group(requests: Iterable[Request]) -> list[Session]:
-    """Group requests by session, in order of first arrival.
+def group(requests: Iterable[Request], limit: int | None = None) -> list[Session]:
+    """Group the first `limit` requests by session, in order of first arrival.
 
     Raises ReplayError for turns out of order or without a think time.
     """
     sessions: dict[str, Session] = {}
-    for request in requests:
+    for request in islice(requests, limit):
         if session := sessions.get(request.session):
             session.turns.append(request)
         else:

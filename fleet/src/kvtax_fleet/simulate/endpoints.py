@@ -19,7 +19,6 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from kvtax_fleet.proxy.apis import COMPLETIONS
 from kvtax_fleet.proxy.body import RequestBody
 from kvtax_fleet.proxy.exchange import Client, Failure, error_json
-from kvtax_fleet.proxy.kvindexd import State
 from kvtax_fleet.records.exposition import Gauges
 from kvtax_fleet.records.instances import Instance
 from kvtax_fleet.replay.http_link import ReplayClient
@@ -63,8 +62,6 @@ class VirtualBody(RequestBody[VirtualRequest]):
 
 class VirtualClient:
     """A Client of the proxy that stores the pieces of its answer, with their times."""
-
-    name = "replayer"
 
     def __init__(
         self, headers: dict[str, str], body: VirtualBody, now_ns: Callable[[], int]
@@ -174,10 +171,6 @@ class VirtualUpstream:
         return self._instances[instance.name].engine.gauges
 
 
-async def probe(instance: Instance) -> None:
-    """Do nothing: its /health is always good."""
-
-
 class VirtualIndex:
     """Exact cache state, from the engines' own KV events, each known as its step ends.
 
@@ -207,10 +200,10 @@ class VirtualIndex:
             for name, blocks in self._blocks.items()
         }
 
-    def states(self) -> dict[str, State]:
-        """Return the state of each instance, as kvindexd reports it."""
+    def tokens(self) -> dict[str, int]:
+        """Return the tokens that each instance has cached."""
         return {
-            name: State(name, True, 0, 0, self._block_tokens, {"GPU": blocks.total()})
+            name: self._block_tokens * blocks.total()
             for name, blocks in self._blocks.items()
         }
 

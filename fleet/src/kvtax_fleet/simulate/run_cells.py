@@ -33,9 +33,9 @@ from kvtax.records.files import LineFile, write_document
 
 from kvtax_fleet.experiment.freshness import counted, judge, keep_metrics
 from kvtax_fleet.instances import write_instances
+from kvtax_fleet.proxy.breakdown import breakdown_of
 from kvtax_fleet.proxy.core import Core
 from kvtax_fleet.proxy.decision_log import DecisionLog
-from kvtax_fleet.proxy.metrics import Metrics
 from kvtax_fleet.proxy.settings import header_of
 from kvtax_fleet.records.arm import ArmRecord, Freshness
 from kvtax_fleet.replay.http_link import check_vocabulary
@@ -48,7 +48,6 @@ from kvtax_fleet.simulate.endpoints import (
     VirtualIndex,
     VirtualLink,
     VirtualUpstream,
-    probe,
 )
 from kvtax_fleet.simulate.links import Links
 from kvtax_fleet.simulate.transfers import (
@@ -221,7 +220,6 @@ async def _run(
         link = VirtualLink(loop, core.handle, cell.vocab_size, cell.replay.timeout_s)
         player = Player(cell.replay, sessions, link, records)
         background = [
-            asyncio.create_task(core.health.poll_forever(probe)),
             asyncio.create_task(core.read_gauges_forever()),
             asyncio.create_task(_flush(records, decisions)),
         ]
@@ -232,9 +230,8 @@ async def _run(
                 task.result()
             task.cancel()
         player.end()
-    states = index.states() if index else {}
-    breakdown = msgspec.json.encode(Metrics(core).breakdown(states))
-    (folder / "breakdown.json").write_bytes(breakdown)
+    breakdown = breakdown_of(core, index.tokens() if index else {})
+    (folder / "breakdown.json").write_bytes(msgspec.json.encode(breakdown))
     return loop.time()
 
 

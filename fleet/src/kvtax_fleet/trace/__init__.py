@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Request traces of LLM services: read, describe, sample, make, turn into prompts."""
+"""Request traces of LLM services: read, describe, sample, turn into prompts."""
 
 from kvtax_fleet.trace.readers import FORMATS, read_trace
 from kvtax_fleet.trace.request import Request, TraceError

@@ -67,4 +67,5 @@ def _blocks(
         rest, tokens[:, digit] = rest // base, rest % base
     # The highest digit is small; the lowest, known by then, makes it any.
     tokens[:, digits - 1] = (rest + lowest) % base
-    return tokens + np.int32(1)
+    made: NDArray[Any] = tokens + np.int32(1)
+    return made

@@ -23,16 +23,13 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import Counter
 from collections.abc import Iterator
 from os import PathLike
 from typing import Any, NamedTuple
 
 import msgspec
 
-from kvtax_fleet.trace import log, sessions, trace_file
-from kvtax_fleet.trace.log import body_of
-from kvtax_fleet.trace.log_prompt import CHARS_PER_TOKEN, Tokens
+from kvtax_fleet.trace import sessions, trace_file
 from kvtax_fleet.trace.request import (
     BlockHash,
     Count,
@@ -44,7 +41,7 @@ from kvtax_fleet.trace.request import (
 )
 from kvtax_fleet.trace.trace_file import Lines
 
-FORMATS = ("own", "mooncake", "bailian", "sessions", "log")
+FORMATS = ("own", "mooncake", "bailian", "sessions")
 
 
 def read_trace(
@@ -53,39 +50,26 @@ def read_trace(
     format: str | None = None,
     block_tokens: int | None = None,
     session_interval_s: float = sessions.SESSION_INTERVAL_S,
-    chars_per_token: float = CHARS_PER_TOKEN,
-    tokenizer: str | PathLike[str] | None = None,
     time_unit: str | None = None,
-    left_out: Counter[str] | None = None,
 ) -> Iterator[Request]:
     """Yield the requests of a trace file, plain or packed, in order of arrival.
 
-    `block_tokens` is for the formats that do not name it, `mooncake`, `bailian` and
-    `log`; `session_interval_s` is for `sessions`: see sessions.py.
-    `time_unit`, s or ms, is for `mooncake`; None is ms, and an error where rows look
-    like seconds. `chars_per_token` and `tokenizer` are for `log`: see log_prompt.py. So
-    is `left_out`, which counts the lines that are no requests by reason; without it,
-    such a line is an error.
+    `block_tokens` is for the formats that do not name it, `mooncake` and `bailian`;
+    `session_interval_s` is for `sessions`: see sessions.py. `time_unit`, s or ms, is
+    for `mooncake`; None is ms, and an error where rows look like seconds.
 
     Raises TraceError: the file, or something in it, is not what it should be. Raised
     when the reader gets there: the requests before it are good.
     """
-    lines = Lines(path, left_out)
+    lines = Lines(path)
     if format is None:
         format = detect(lines)
     if block_tokens is not None and format in ("own", "sessions"):
         raise TraceError(
             f"{path}: this format names its block size: leave --block-tokens out"
         )
-    if tokenizer is not None and format != "log":
-        raise TraceError(f"{path}: it has its token counts: leave --tokenizer out")
     if time_unit is not None and format != "mooncake":
         raise TraceError(f"{path}: its unit of time is known: leave --time-unit out")
-    if left_out is not None and format != "log":
-        raise TraceError(
-            f"{path}: only a request log may have unusable lines: leave "
-            "--skip-unusable out, or give --format log"
-        )
     if format == "own":
         requests = trace_file.read(lines)
     elif format == "mooncake":
@@ -93,10 +77,6 @@ def read_trace(
         requests = _read_mooncake(lines, size, time_unit)
     elif format == "bailian":
         requests = _read_bailian(lines, block_tokens or BAILIAN_BLOCK_TOKENS)
-    elif format == "log":
-        tokens = Tokens(chars_per_token, tokenizer)
-        size = block_tokens or log.BLOCK_TOKENS
-        requests = log.Log(lines, tokens, size).requests()
     elif format == "sessions":
         yield from sessions.read(lines, interval_s=session_interval_s)
         return
@@ -117,28 +97,18 @@ EVIDENCE = {
 def detect(lines: Lines) -> str:
     """Recognise the format of a trace by its first line.
 
-    A first line that may be left out is a log's.
-
     Raises TraceError: no known format begins like this.
     """
     row = lines.first(_ANY)
-    if row is None:
-        return "log"
     if str(row.get("schema")).startswith("kvtax.trace/"):
         return "own"
     for format, fields in EVIDENCE.items():
         if fields <= row.keys():
             return format
-    is_timed = any(name in row for name in log.TIME)
-    if "text_input" in row or (
-        {"messages", "output_length"} <= row.keys() and not is_timed
-    ):
+    if "text_input" in row or {"messages", "output_length"} <= row.keys():
         raise lines.error(
             "a Mooncake trace with texts in place of `hash_ids`: make hashes of them"
         )
-    # Of a log, the request's body is what all its lines share.
-    if body_of(row) is not None or lines.left_out is not None:
-        return "log"
     near = "".join(
         f"; they are those of {format} without {', '.join(sorted(fields - row.keys()))}"
         for format, fields in EVIDENCE.items()
@@ -146,7 +116,8 @@ def detect(lines: Lines) -> str:
     )
     raise lines.error(
         f"no known trace format begins with the fields {', '.join(row) or 'of nothing'}"
-        f"{near}: convert it to one of {', '.join(FORMATS)}"
+        f"{near}: convert it to one of {', '.join(FORMATS)} "
+        "(fleet/docs/traces.md has an example)"
     )
 
 

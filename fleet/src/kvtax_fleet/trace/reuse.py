@@ -29,7 +29,8 @@ def mix(x: NDArray[Any]) -> NDArray[Any]:
     x = x + GOLDEN
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    mixed: NDArray[Any] = x ^ (x >> np.uint64(31))
+    return mixed
 
 
 def prefix_keys(ids: NDArray[Any], lengths: NDArray[Any]) -> NDArray[Any]:

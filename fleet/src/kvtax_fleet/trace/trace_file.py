@@ -13,7 +13,6 @@ import lzma
 import os
 import zlib
 from codecs import BOM_UTF8
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from io import BufferedIOBase, BufferedReader
@@ -151,17 +150,11 @@ T = TypeVar("T")
 
 
 class Lines:
-    """JSON lines of a file; `number` is that of the last line read, from 1.
+    """JSON lines of a file; `number` is that of the last line read, from 1."""
 
-    `left_out` counts the unusable lines by reason; without it, such a line is an error.
-    """
-
-    def __init__(
-        self, path: str | PathLike[str], left_out: Counter[str] | None = None
-    ) -> None:
+    def __init__(self, path: str | PathLike[str]) -> None:
         self.path = path
         self.number = 0
-        self.left_out = left_out
         self._line = b""
         self._unread = iter(self)
 
@@ -171,8 +164,6 @@ class Lines:
         Raises TraceError: the file cannot be read, or is torn.
         """
         self.number = 0
-        if self.left_out is not None:
-            self.left_out.clear()
         try:
             with open(self.path, "rb") as file, _unpacked(file) as text:
                 for line in text:
@@ -188,17 +179,14 @@ class Lines:
         except OSError as error:
             raise TraceError(f"{self.path}: {error.strerror or error}") from None
 
-    def first(self, decoder: msgspec.json.Decoder[T]) -> T | None:
-        """Decode the first line, which stays unread; None if it may be left out.
+    def first(self, decoder: msgspec.json.Decoder[T]) -> T:
+        """Decode the first line, which stays unread.
 
         Raises TraceError: the file is empty, or the line is not of that type.
         """
         first = list(itertools.islice(self._unread, 1))
         self._unread = itertools.chain(first, self._unread)
-        decoded = list(self._decoded(first, decoder))
-        if self.left_out is not None:
-            self.left_out.clear()  # the line is read again
-        return decoded[0] if decoded else None
+        return next(self._decoded(first, decoder))
 
     def read(self, decoder: msgspec.json.Decoder[T]) -> Iterator[T]:
         """Decode the unread lines.
@@ -218,7 +206,7 @@ class Lines:
                 break
             except (jsonlines.InvalidLineError, RecursionError) as error:
                 self._refuse_foreign()
-                self.reject(self._problem(error), "not an object in JSON")
+                raise self.error(self._problem(error)) from None
             else:
                 yield value
         if not self.number:
@@ -264,15 +252,6 @@ class Lines:
                 "(jq -c . FILE), or mend or remove the line"
             )
         return f"{why}: mend or remove the line"
-
-    def reject(self, problem: str, reason: str) -> None:
-        """Leave the last line out, and count it by `reason`.
-
-        Raises TraceError: no line may be left out.
-        """
-        if self.left_out is None:
-            raise self.error(problem)
-        self.left_out[reason] += 1
 
     def error(self, problem: str) -> TraceError:
         """Make an error at the last line."""
