@@ -24,6 +24,7 @@ from kvtax import run_folder
 from kvtax.engine import provenance
 from kvtax.engine.installation import Installation
 from kvtax.engine.preflight import check_machine
+from kvtax.engine.published import published
 from kvtax.records.files import read_document, write_document
 from kvtax.records.profile import ProfileRecord
 from kvtax.records.run import PLAN_FILE, HostRecord, PlanEntry, Role, RunRecord
@@ -123,9 +124,7 @@ def _begin_run(
     file = run_dir / PLAN_FILE
     hashes = {name: sha for trial in plan for name, sha in trial.patches.items()}
     record = RunRecord(
-        profile=msgspec.convert(
-            provenance.masked(msgspec.to_builtins(profile)), ProfileRecord
-        ),
+        profile=msgspec.convert(published(msgspec.to_builtins(profile)), ProfileRecord),
         provenance=provenance.collect(hashes, "kvtax", installed),
         configs={trial.config: trial.connector.report for trial in plan},
         plan=[PlanEntry(trial.config, trial.repeat) for trial in plan],

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import msgspec
 
-from kvtax.engine import provenance
 from kvtax.engine.companion import accompanied
 from kvtax.engine.connector import Connector
 from kvtax.engine.installation import Installation
 from kvtax.engine.null_model import Checkpoint
+from kvtax.engine.published import published
 from kvtax.engine.server import (
     SERVED_MODEL,
     Server,
@@ -147,7 +147,7 @@ def run_trial(folder: Path, spec: TrialSpec) -> TrialRecord:
     record = TrialRecord(
         config=spec.config,
         repeat=spec.repeat,
-        connector_config=provenance.masked(spec.connector.kv_transfer_config),
+        connector_config=published(spec.connector.kv_transfer_config, "own"),
         patches=spec.patches,
         num_blocks=spec.profile.num_blocks,
         block_size=spec.profile.block_size,

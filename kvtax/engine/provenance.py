@@ -20,6 +20,7 @@ from urllib.parse import unquote
 import msgspec
 
 from kvtax.engine.installation import Installation, installation
+from kvtax.engine.published import published_arguments
 from kvtax.paths import IN_CHECKOUT, REPOSITORY
 from kvtax.records.run import Provenance
 
@@ -87,7 +88,7 @@ def collect(
         kernel=platform.release(),
         date_utc=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **checkout(),
-        command_line=" ".join([command, *masked(sys.argv[1:])]),
+        command_line=" ".join([command, *published_arguments(sys.argv[1:])]),
     )
     return msgspec.to_builtins(found)
 
@@ -102,9 +103,10 @@ def checkout() -> dict[str, Any]:
 def masked(value: Any) -> Any:
     """Mask passwords, tokens and keys in an argument, or a list of them, or in JSON.
 
-    Secret are the values of keys and options that are named so, in JSON and in a URL's
-    query, and the user of a URL. In an argument JSON may follow an option, as in
-    `--option={...}`.
+    This finds what a log or a command line should not show; results keep what
+    kvtax.engine.published lists. Secret are the values of keys and options that are
+    named so, in JSON and in a URL's query, and the user of a URL. In an argument JSON
+    may follow an option, as in `--option={...}`.
     """
     return _masked(value, [])
 

@@ -53,7 +53,7 @@ class Provenance(msgspec.Struct, kw_only=True):
     git_dirty: bool | None
     """Whether there were uncommitted changes."""
     command_line: str
-    """The command that was run; passwords, tokens and keys are `***`."""
+    """The command that was run; `***` stands for values that may be private."""
 
 
 Verdict = Literal["grows", "stalls", "drifts", "flat", "inconclusive", "failed"]

@@ -31,6 +31,7 @@ from kvtax.engine.connector import (
     stand_ins,
 )
 from kvtax.engine.installation import installation
+from kvtax.engine.published import published
 from kvtax.engine.server import resolve
 from kvtax.proc.ports import reserve
 from kvtax.proc.supervise import supervisors
@@ -176,40 +177,66 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(
     assert "r0" not in shown.out
 
 
+SECRETS = [
+    ["--api-key", "k1SECRET", "k2SECRET"],
+    ["--hf-token", "SECRET"],
+    ["--api-key=SECRET"],
+    ["--limits=https://u:SECRET@host/x"],
+    ["-k", "SECRET"],
+    ["-kSECRET"],
+    ["HF_TOKEN=SECRET"],
+    ["SECRET"],
+    ["--header", "Authorization: Bearer SECRET"],
+    ["--connector-config", '{"sas":"SECRET"}'],
+    ["--connector-config={'password':'SECRET'}"],
+    ["--model", "https://x/m?sig=SECRET"],
+    ["--only", "plain", "SECRET"],
+    ["--vllm", "https://x/?SECRET"],
+]
+
+
+@pytest.mark.parametrize("given", SECRETS)
+def test_provenance_keeps_no_value_that_is_not_listed(given, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["run_all.sh", *given])
+    assert "SECRET" not in provenance.collect({}, "kvtax")["command_line"]
+
+
 @pytest.mark.parametrize(
     ("given", "kept"),
     [
         (
-            '{"kv_connector_extra_config": {"password": "sesame", "port": 6379}}',
-            '{"kv_connector_extra_config":{"password":"***","port":6379}}',
+            "sweep --profile cpu-smoke --repeats=3",
+            "sweep --profile cpu-smoke --repeats=3",
         ),
-        (
-            '--connector-config={"hosts": [{"api_key": "sesame"}], "authToken": 5}',
-            '--connector-config={"hosts":[{"api_key":"***"}],"authToken":"***"}',
-        ),
-        (
-            '{"url": "redis://:sesame/@x@cache:6379/0"}',
-            '{"url":"redis://***@cache:6379/0"}',
-        ),
-        ("s3://KEY:sesame@bucket/results", "s3://***@bucket/results"),
-        (
-            "--store=abfs://c@acc/x?sas_token=sesame&region=eu",
-            "--store=abfs://***@acc/x?sas_token=***&region=eu",
-        ),
-        (
-            '{"block_tokens": 16,  "role": "both"}',
-            '{"block_tokens": 16,  "role": "both"}',
-        ),
-        ("--api-key=sesame", "--api-key=***"),
-        ("s3://bucket/results", "s3://bucket/results"),
-        ("{not JSON", "{not JSON"),
+        ("fleet run fleet/README.md --jobs 2", "fleet run fleet/README.md --jobs 2"),
+        ("axes --ray HOST:1 --again", "axes --ray *** --again"),
+        ("fleet run /home/me/mine.toml", "fleet run ***"),
     ],
 )
-def test_provenance_keeps_the_command_without_its_secrets(
-    given: str, kept: str, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(sys, "argv", ["run_all.sh", "--option", given])
-    assert provenance.collect({}, "kvtax")["command_line"] == f"kvtax --option {kept}"
+def test_provenance_keeps_the_command_that_was_run(given, kept, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["kvtax", *given.split()])
+    assert provenance.collect({}, "kvtax")["command_line"] == f"kvtax {kept}"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"url": "s3://b?X-Amz-Signature=SECRET"},
+        {"bearer": "SECRET"},
+        {"tokens": ["SECRET"]},
+        {"headers": {"X-Api-Key": "SECRET", "Cookie": "SECRET"}},
+        {"env": ["HF_TOKEN=SECRET"]},
+        {"dsn": "postgres:SECRET@host"},
+        {"key": "SECRET"},
+        {"kv_role": "https://u:SECRET@host"},
+    ],
+)
+def test_a_result_keeps_no_text_of_a_config_that_is_not_listed(config):
+    whole = {"kv_connector": "C", "size": 3, "kv_connector_extra_config": config}
+    kept = published({"kv_transfer_config": whole})["kv_transfer_config"]
+    assert "SECRET" not in str(kept)
+    assert (kept["kv_connector"], kept["size"]) == ("C", 3)
+    assert kept.keys() == whole.keys()
 
 
 def test_the_argument_after_an_option_that_is_named_so_is_a_secret():

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 from kvtax import run_folder
 from kvtax.engine import provenance
+from kvtax.engine.published import published
 from kvtax.records import RecordsError
 from kvtax.records.files import read_document, write_document
 from kvtax.run_folder import RunFolderError
@@ -216,7 +217,7 @@ def planned_arm(
         time_factor=experiment.time_factor,
         virtual=virtual,
         trace=facts,
-        profile=provenance.masked(msgspec.to_builtins(spec.settings)),
+        profile=published(msgspec.to_builtins(spec.settings)),
         versions=versions,
     )
 
@@ -234,7 +235,7 @@ def _keep_plan(
     """
     file = out / PLAN_FILE
     now = ExperimentRecord(
-        experiment=provenance.masked(msgspec.to_builtins(experiment)),
+        experiment=published(msgspec.to_builtins(experiment)),
         trace=facts,
         plan=[run.name for run in plan(experiment, virtual)],
         versions=versions,
