@@ -151,7 +151,7 @@ def is_named(name: str, command: str, commit: str) -> bool:
     pages = [folder / "README.md" for folder in folders]
     pages.append(REPOSITORY / "docs" / "benchmarks.md")
     named = any(page.exists() and commit[:7] in page.read_text() for page in pages)
-    return named and command.startswith(("kvtax bench ", "-m studies."))
+    return named and command.startswith(("kvtax bench ", "python -m studies."))
 
 
 @functools.cache
