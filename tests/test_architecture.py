@@ -5,16 +5,14 @@ from __future__ import annotations
 
 import ast
 import functools
-import gzip
 import subprocess
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from conftest import marks, pytest_ignore_collect
+from conftest import marks
 from kvtax.engine.connector import connector_names
 from kvtax.paths import REPOSITORY
 
@@ -179,15 +177,6 @@ def wrong_arrows(root: Path) -> list[str]:
     return wrong
 
 
-def test_the_checkout_has_at_most_799_files_and_16_mb():
-    listed = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, check=True
-    ).stdout.decode()
-    files = [REPOSITORY / name for name in listed.split("\0")[:-1]]
-    assert len(files) <= 799
-    assert sum(file.stat().st_size for file in files if file.exists()) <= 16e6
-
-
 @pytest.mark.slow
 def test_every_import_follows_an_arrow():
     assert wrong_arrows(REPOSITORY) == []
@@ -256,36 +245,6 @@ def test_no_code_knows_a_config_by_name():
             if isinstance(node, ast.Constant) and node.value in names:
                 known.append(f"{where}:{node.lineno}: {node.value!r}")
     assert [one for one in known if not one.startswith(NAMED_FOR_A_REASON)] == []
-
-
-@pytest.mark.parametrize(
-    ("selection", "marks", "left_out"),
-    [
-        ("not slow and not long", "pytest.mark.slow", True),
-        ("not slow and not long", "[pytest.mark.e2e, pytest.mark.long]", True),
-        ("not long", "pytest.mark.slow", None),
-        ("not slow and serial", "pytest.mark.slow", None),
-        ("", "pytest.mark.slow", None),
-        ("not slow", None, None),
-    ],
-)
-def test_only_files_without_a_selected_test_are_not_imported(
-    selection, marks, left_out, tmp_path
-):
-    file = tmp_path / "test_it.py"
-    file.write_text(f"pytestmark = {marks}\n" if marks else "@pytest.mark.slow\n")
-    config = SimpleNamespace(option=SimpleNamespace(markexpr=selection))
-    assert pytest_ignore_collect(file, config) is left_out
-    assert pytest_ignore_collect(tmp_path, config) is left_out
-    (tmp_path / "test_other.py").write_text("def test_that_is_quick(): pass\n")
-    assert pytest_ignore_collect(tmp_path, config) is None
-
-
-def test_a_file_that_is_no_python_is_left_to_pytest(tmp_path):
-    file = tmp_path / "analysis.json.gz"
-    file.write_bytes(gzip.compress(b"{}"))
-    config = SimpleNamespace(option=SimpleNamespace(markexpr="not slow"))
-    assert pytest_ignore_collect(file, config) is None
 
 
 def imported_at_once(path: Path) -> Iterator[str]:
