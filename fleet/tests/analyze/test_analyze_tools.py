@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,17 +12,6 @@ from fleet.tests.analyze.analyze_runs import Truth, analysed, write_run
 from kvtax_fleet.analyze.arm_runs import read_run
 from kvtax_fleet.analyze.fleet_warnings import REMEDIES
 from kvtax_fleet.analyze.refusals import found_warm, refusals
-from kvtax_fleet.analyze.what_if import ModelError, kv_bytes_per_token
-
-
-def test_a_token_s_kv_is_that_of_the_model_card(tmp_path: Path) -> None:
-    """Qwen3-Coder-30B-A3B: 48 layers, 4 heads of 128, key and value, 2 bytes each."""
-    assert kv_bytes_per_token("qwen3-coder-30b-a3b") == 98_304
-    config = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert kv_bytes_per_token(str(tmp_path / "config.json")) == 2 * 2 * 32 * 2
-    with pytest.raises(ModelError, match="no such model"):
-        kv_bytes_per_token("no such model")
 
 
 def pair(folder: Path, **worse) -> list:

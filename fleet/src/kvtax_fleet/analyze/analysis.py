@@ -23,6 +23,7 @@ from kvtax_fleet.analyze.fleet_warnings import WarningEntry
 from kvtax_fleet.analyze.frames import requests_frame, steady_window_ns
 from kvtax_fleet.analyze.offloads import Offloads, offloads
 from kvtax_fleet.analyze.ranking import Rank, ranking
+from kvtax_fleet.analyze.roofline import Model
 from kvtax_fleet.records.arm import OUR_PROXY, ArmRecord
 
 SCHEMA = "kvtax.fleet_analysis/1"
@@ -183,9 +184,9 @@ def names(run: ArmRun) -> list[str]:
 def analyse(runs: list[ArmRun], model: str, bandwidth_gbit_s: float) -> Analysis:
     """Analyse every arm and repeat of one run.
 
-    Raises RecordsError, ModelError and ConfigError.
+    Raises RecordsError, HardwareError and ConfigError.
     """
-    link = what_if.Link(what_if.kv_bytes_per_token(model), bandwidth_gbit_s)
+    link = what_if.Link(Model.read(model).kv_bytes_per_token, bandwidth_gbit_s)
     # A run that failed does not show what its arm does: it is counted, and no more.
     finished = [run for run in runs if run.info.status == "ok"]
     everything, requests = requests_frame(runs), requests_frame(finished)

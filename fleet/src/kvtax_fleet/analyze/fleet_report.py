@@ -44,7 +44,7 @@ def write_reports(
 ) -> bool:
     """Write analysis.json, report.md and report.html; return whether sound.
 
-    Raises RecordsError, ModelError and ConfigError, with nothing written.
+    Raises RecordsError, HardwareError and ConfigError, with nothing written.
     """
     analysis = analyse(read_run(run_dir), model, bandwidth_gbit_s)
     out.mkdir(parents=True, exist_ok=True)

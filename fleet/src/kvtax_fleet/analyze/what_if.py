@@ -11,13 +11,10 @@ even the load would get and what moving would cost, not the latencies.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 import polars as pl
-from kvtax.paths import CONFIGS
 
 from kvtax_fleet.analyze.load import Skew, Window, hotspot, max_over_min
 
@@ -45,31 +42,6 @@ class MigrationRule(msgspec.Struct):
     """Time of all moves."""
     transfer_ms_max: float
     """Time of the longest move."""
-
-
-class ModelError(Exception):
-    """A model is not known."""
-
-    exit_code = 2
-
-
-def kv_bytes_per_token(model: str) -> int:
-    """Compute the bytes of a token's KV, of a bf16 model's config.json.
-
-    `model` is a name in configs/models/, or a path. Raises ModelError.
-    """
-    path = CONFIGS / "models" / f"{model}.json"
-    path = path if path.exists() else Path(model)
-    try:
-        config = json.loads(path.read_text())
-        layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
-        kv_heads = config.get("num_key_value_heads", heads)
-        head_dim = config.get("head_dim", config["hidden_size"] // heads)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model {model!r}: {error}") from None
-    except KeyError as error:
-        raise ModelError(f"model {model!r}: {path} has no {error}") from None
-    return int(2 * layers * kv_heads * head_dim * 2)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         ("analyze", "write the report of a run again", _add_analyze, _analyze),
         ("decide", "decide recorded snapshots by another policy", _add_decide, _decide),
         ("forward", "fit a profile's forward to your GPU", _add_forward, _forward),
+        ("roofline", "a profile's forward by roofline", _add_roofline, _roofline),
     ):
         subparser = actions.add_parser(
             name,
@@ -253,4 +254,26 @@ def _forward(arguments: argparse.Namespace) -> int:
     from kvtax_fleet.simulate.fit_forward import fitted_table
 
     print(fitted_table(arguments.records))
+    return Exit.GOOD
+
+
+def _add_roofline(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, "")
+    parser.add_argument(
+        "--gpu", default="h20", help="a name in configs/gpus.toml (default: h20)"
+    )
+    parser.add_argument(
+        "--share",
+        type=number(0.001),
+        default=1.0,
+        metavar="X",
+        help="share of the GPU's peaks that a forward reaches (default: 1)",
+    )
+
+
+def _roofline(arguments: argparse.Namespace) -> int:
+    """Print the table [forward] of a fleet profile, by FLOP and memory bandwidth."""
+    from kvtax_fleet.analyze.roofline import forward_table
+
+    print(forward_table(arguments.model, arguments.gpu, arguments.share))
     return Exit.GOOD
