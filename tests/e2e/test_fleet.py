@@ -135,7 +135,7 @@ def test_a_password_of_the_connector_is_in_no_command_line_or_log(fleet):
 
 
 def test_an_instances_file_that_is_wrong_about_them_is_told_how(instances, tmp_path):
-    wrong = [msgspec.structs.replace(one, block_tokens=64) for one in instances]
+    wrong = [msgspec.structs.replace(entry, block_tokens=64) for entry in instances]
     write_instances(tmp_path / "wrong.json", wrong)
     checked = check(tmp_path / "wrong.json")
     assert checked.returncode == 3
@@ -229,15 +229,15 @@ def test_both_workers_record_every_step_and_one_counts_its_time(tmp_path):
     spec = FleetSpec(settings, "noop", load_connector("noop"))
     with (
         Workshop(tmp_path / "workshop") as workshop,
-        launched_fleet(spec, workshop, tmp_path) as (one,),
+        launched_fleet(spec, workshop, tmp_path) as (entry,),
     ):
-        wait_ready([one])
-        doors.complete(one.instance.url, 0)
-        with urllib.request.urlopen(f"{one.instance.url}/metrics") as response:
-            told = cache_config(response.read().decode())
-        forwards, simulated_ns, slept_ns = np.fromfile(one.forward_totals, np.int64)
-    assert told["num_gpu_blocks"] > 1_000
-    life = only_life(one.folder)
+        wait_ready([entry])
+        doors.complete(entry.instance.url, 0)
+        with urllib.request.urlopen(f"{entry.instance.url}/metrics") as response:
+            printed = cache_config(response.read().decode())
+        forwards, simulated_ns, slept_ns = np.fromfile(entry.forward_totals, np.int64)
+    assert printed["num_gpu_blocks"] > 1_000
+    life = only_life(entry.folder)
     by_rank = [steps(life / f"worker_step.r{rank}.jsonl") for rank in (0, 1)]
     of_engine = steps(life / "engine_step.jsonl")
     assert by_rank == [of_engine, of_engine]
@@ -363,13 +363,15 @@ def test_both_engines_tell_the_phases_of_an_offload(elastic: Elastic):
     for tokens in lengths:
         name = f"phases/{tokens}"
         asyncio.run(ask(elastic.proxy_url, prompt(tokens, tokens), name))
-    told: dict[str, tuple[Offload, dict]] = {}
+    printed: dict[str, tuple[Offload, dict]] = {}
     deadline = time.monotonic() + 30
-    while len(told) < len(lengths):
-        assert time.monotonic() < deadline, told
+    while len(printed) < len(lengths):
+        assert time.monotonic() < deadline, printed
         time.sleep(0.5)
-        told = {name: one for name, one in phases(elastic).items() if "phases" in name}
-    for offload, engines in told.values():
+        printed = {
+            name: entry for name, entry in phases(elastic).items() if "phases" in name
+        }
+    for offload, engines in printed.values():
         seen = offload.phases_s()
         in_engines_s = sum(engines[phase] for phase in PHASES) / 1e3
         assert 0 < engines["p_prefill"] / 1e3 < seen["prefill"]

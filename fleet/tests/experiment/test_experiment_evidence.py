@@ -69,9 +69,9 @@ def test_an_instance_that_has_served_anything_is_not_fresh(name):
     ],
 )
 def test_only_what_is_seen_to_have_nothing_of_before_is_fresh(evidence, why):
-    found = judged(**evidence)
-    assert found.fresh == (found.why is None) == (why is None)
-    assert why is None or why in found.why
+    seen = judged(**evidence)
+    assert seen.fresh == (seen.why is None) == (why is None)
+    assert why is None or why in seen.why
 
 
 def lag(late: float, excess: float) -> EngineLag:
@@ -91,11 +91,11 @@ def lag(late: float, excess: float) -> EngineLag:
 def test_each_sign_of_a_machine_that_does_not_keep_up_makes_a_run_invalid(
     busy, late, excess, signs
 ):
-    found = machine_load(busy, 2, {"i0": lag(late, excess)})
-    assert found.busy_mean == pytest.approx(busy)
-    assert found.engine_late == pytest.approx(late)
-    assert found.engine_excess == pytest.approx(excess)
-    reasons = (found.saturated or "").split("; ") if found.saturated else []
+    seen = machine_load(busy, 2, {"i0": lag(late, excess)})
+    assert seen.busy_mean == pytest.approx(busy)
+    assert seen.engine_late == pytest.approx(late)
+    assert seen.engine_excess == pytest.approx(excess)
+    reasons = (seen.saturated or "").split("; ") if seen.saturated else []
     assert len(reasons) == len(signs)
     assert all(sign in reason for sign, reason in zip(signs, reasons, strict=True))
 
@@ -105,10 +105,10 @@ def test_lags_are_shares_of_the_forwards_of_all_engines_together():
         "i0": EngineLag(steps=1, step_s=4.0, simulated_s=2.0, slept_s=2.2),
         "i1": EngineLag(steps=1, step_s=8.0, simulated_s=6.0, slept_s=6.0),
     }
-    found = machine_load(0.1, 2, engines)
+    seen = machine_load(0.1, 2, engines)
     # 12 s of steps and 8.2 s of sleep in the place of 8 s of forwards.
-    assert found.engine_excess == pytest.approx(0.5)
-    assert found.engine_late == pytest.approx(0.025)
+    assert seen.engine_excess == pytest.approx(0.5)
+    assert seen.engine_late == pytest.approx(0.025)
     alone = machine_load(0.1, 2, {})
     assert (alone.engine_late, alone.engine_excess) == (None, None)
 

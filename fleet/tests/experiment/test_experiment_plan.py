@@ -92,9 +92,9 @@ def test_a_trace_longer_than_the_context_is_refused_before_a_fleet_starts(
     out = tmp_path / "out"
     status = main(["fleet", str(config), "--virtual", "--out", str(out)])
     assert status == Exit.BAD_INPUT
-    told = capsys.readouterr().err
-    assert "8 requests are longer than the 65536 tokens" in told
-    assert "h20-30b-a3b" in told and "max_model_len" in told
+    printed = capsys.readouterr().err
+    assert "8 requests are longer than the 65536 tokens" in printed
+    assert "h20-30b-a3b" in printed and "max_model_len" in printed
     assert not out.exists()
 
 

@@ -84,27 +84,27 @@ def test_nothing_outlives_a_killed_experiment_and_resume_ends_it(killed_and_resu
 
 def test_all_arms_serve_the_same_requests_each_exactly_once(killed_and_resumed):
     _, out, *_ = killed_and_resumed
-    for one in read_run(out):
-        ids = [request.id for request in one.requests]
-        assert len(ids) == len(set(ids)) == one.info.trace.requests
-        assert {request.status for request in one.requests} == {"ok"}
-        assert {decision.id for decision in one.decisions} == set(ids)
-        assert one.info.freshness.fresh
-        assert set(one.counters) == {"i0", "i1"}
+    for each in read_run(out):
+        ids = [request.id for request in each.requests]
+        assert len(ids) == len(set(ids)) == each.info.trace.requests
+        assert {request.status for request in each.requests} == {"ok"}
+        assert {decision.id for decision in each.decisions} == set(ids)
+        assert each.info.freshness.fresh
+        assert set(each.counters) == {"i0", "i1"}
 
 
 def test_what_the_proxy_says_after_the_last_request_is_kept(killed_and_resumed):
     _, out, *_ = killed_and_resumed
-    for one in read_run(out):
-        said = json.loads((one.folder / "breakdown.json").read_text())
+    for each in read_run(out):
+        said = json.loads((each.folder / "breakdown.json").read_text())
         ended = [instance["ended"]["ok"] for instance in said["instances"].values()]
-        assert sum(ended) == one.info.trace.requests
+        assert sum(ended) == each.info.trace.requests
 
 
 def test_the_report_compares_or_says_why_not(killed_and_resumed):
     _, out, _, _, result = killed_and_resumed
     analysis = json.loads((out / "analysis.json").read_text())
-    refused = [why for one in analysis["comparisons"] for why in one["refused"]]
+    refused = [why for each in analysis["comparisons"] for why in each["refused"]]
     assert all(any(what in why for what in OF_THE_MACHINE) for why in refused), refused
     assert result.returncode == (3 if refused else 0), result.stdout + result.stderr
     assert (out / "report.md").exists()
@@ -166,6 +166,6 @@ def test_an_open_loop_keeps_the_traces_arrivals_and_the_cap(tmp_path):
     options = json.loads(header)["options"]
     assert options["max_inflight_sessions"] == 2
     assert not options["closed_loop"]
-    assert len({one.arrival_s for one in replayed.requests}) > 1
+    assert len({each.arrival_s for each in replayed.requests}) > 1
     assert replayed.end.held_sessions > 0
     assert "waited for a slot" in (tmp_path / "run" / "report.md").read_text()

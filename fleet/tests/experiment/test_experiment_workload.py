@@ -30,7 +30,7 @@ def source(folder: Path, sessions: int, turns: int) -> Path:
         for session in range(sessions)
         for turn in range(turns)
     ]
-    requests.sort(key=lambda one: one.arrival_s)
+    requests.sort(key=lambda each: each.arrival_s)
     write_trace(path, {"requests": len(requests)}, requests)
     return path
 
@@ -48,13 +48,13 @@ def test_whole_sessions_are_drawn_and_the_cuts_are_what_was_declared(tmp_path):
     )
     facts, requests = load(tmp_path, workload)
     turns = defaultdict(list)
-    for one in requests:
-        turns[one.session].append(one.turn)
-        assert one.output_tokens == 7
-        assert one.think_s == (None if one.turn == 0 else 1.0)
+    for each in requests:
+        turns[each.session].append(each.turn)
+        assert each.output_tokens == 7
+        assert each.think_s == (None if each.turn == 0 else 1.0)
     assert list(turns.values()) == [[0, 1]] * 3
     assert (facts.sessions, facts.requests) == (3, 6)
-    assert facts.input_tokens == sum(one.input_tokens for one in requests)
+    assert facts.input_tokens == sum(each.input_tokens for each in requests)
 
 
 def test_equal_seeds_give_equal_loads_and_others_do_not(tmp_path):
@@ -67,8 +67,8 @@ def test_copies_share_no_block_with_each_other(tmp_path):
     facts, requests = load(tmp_path, Workload("t", copies=3))
     assert facts.sessions == 18
     blocks = defaultdict(set)
-    for one in requests:
-        blocks[one.session] |= set(one.hashes)
+    for each in requests:
+        blocks[each.session] |= set(each.hashes)
     everyone = [block for own in blocks.values() for block in own]
     assert len(everyone) == len(set(everyone))
 
@@ -76,16 +76,16 @@ def test_copies_share_no_block_with_each_other(tmp_path):
 def test_a_closed_loop_has_everyone_at_the_gate_and_an_open_one_keeps_arrivals(
     tmp_path,
 ):
-    assert {one.arrival_s for one in load(tmp_path, Workload("t"))[1]} == {0.0}
+    assert {each.arrival_s for each in load(tmp_path, Workload("t"))[1]} == {0.0}
     _, kept = load(tmp_path, Workload("t"), closed_loop=False)
-    assert [one.arrival_s for one in kept] == sorted(
-        one.arrival_s for one in read_trace(tmp_path / "source.jsonl")
+    assert [each.arrival_s for each in kept] == sorted(
+        each.arrival_s for each in read_trace(tmp_path / "source.jsonl")
     )
 
 
 def test_the_first_requests_are_a_beginning_of_the_trace(tmp_path):
     facts, requests = load(tmp_path, Workload("t", requests=7), closed_loop=False)
-    requests.sort(key=lambda one: (one.arrival_s, one.session))
+    requests.sort(key=lambda each: (each.arrival_s, each.session))
     first = list(read_trace(tmp_path / "source.jsonl"))[:7]
     assert requests == first
     assert facts.requests == 7

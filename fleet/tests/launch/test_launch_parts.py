@@ -63,7 +63,7 @@ def launched_as(spec: FleetSpec, folder: Path) -> list[Member]:
     return members(spec, reserve(len(spec.roles)), assign_gpus(spec), folder)
 
 
-def told(spec: FleetSpec, folder: Path) -> list[ServerSpec]:
+def servers_of(spec: FleetSpec, folder: Path) -> list[ServerSpec]:
     """What each instance is told."""
     made = launched_as(spec, folder)
     return [server_of(spec, member, folder, folder, folder) for member in made]
@@ -111,9 +111,9 @@ def test_instances_of_one_connector_differ_where_they_must(connector, tmp_path):
     spec_of_two = spec(connector, ["both", "both"], kv_events=True)
     made = [member.instance for member in launched_as(spec_of_two, tmp_path)]
     for field in ("name", "url", "bootstrap_url", "direct_read", "kv_events"):
-        first, second = (getattr(one, field) for one in made)
+        first, second = (getattr(each, field) for each in made)
         assert first != second or first is None, field
-    assert {one.connector for one in made} == {spec_of_two.connector.transfer}
+    assert {each.connector for each in made} == {spec_of_two.connector.transfer}
     assert made[0].block_tokens == spec_of_two.settings.block_size
 
 
@@ -122,7 +122,7 @@ def test_instances_of_one_connector_differ_where_they_must(connector, tmp_path):
     [("both", "kv_both"), ("prefill", "kv_producer"), ("decode", "kv_consumer")],
 )
 def test_the_role_is_what_the_connector_is_told(role, kv_role, tmp_path):
-    (server,) = told(spec("mooncake_both", [role]), tmp_path)
+    (server,) = servers_of(spec("mooncake_both", [role]), tmp_path)
     transfer = transfer_config(server)
     assert transfer["kv_role"] == kv_role
     assert transfer["kv_buffer_device"] == "cpu"
@@ -130,7 +130,7 @@ def test_the_role_is_what_the_connector_is_told(role, kv_role, tmp_path):
 
 def test_direct_read_keeps_what_its_config_says_and_listens_where_it_is_named(tmp_path):
     of_one = spec("direct_read_idle", ["both"])
-    (server,) = told(of_one, tmp_path)
+    (server,) = servers_of(of_one, tmp_path)
     extra = transfer_config(server)["kv_connector_extra_config"]
     assert extra["mooncake_protocol"] == "tcp"
     (member,) = launched_as(of_one, tmp_path)
@@ -141,32 +141,32 @@ def test_direct_read_keeps_what_its_config_says_and_listens_where_it_is_named(tm
 def test_a_decode_instance_has_no_bootstrap_server(tmp_path):
     of_three = spec("mooncake_both", ["both", "prefill", "decode"])
     made = [member.instance for member in launched_as(of_three, tmp_path)]
-    assert [one.bootstrap_url is None for one in made] == [False, False, True]
+    assert [each.bootstrap_url is None for each in made] == [False, False, True]
 
 
 @pytest.mark.parametrize("connector", ["plain", "noop", "direct_read_idle"])
 def test_roles_need_a_connector_that_moves_kv(connector, tmp_path):
     with pytest.raises(SpecError, match="moves KV"):
-        told(spec(connector, ["prefill"]), tmp_path)
+        servers_of(spec(connector, ["prefill"]), tmp_path)
 
 
 def test_events_are_published_only_where_asked_for(tmp_path):
-    (quiet,) = told(spec("plain", ["both"]), tmp_path)
-    (loud,) = told(spec("plain", ["both"], kv_events=True), tmp_path)
+    (quiet,) = servers_of(spec("plain", ["both"]), tmp_path)
+    (loud,) = servers_of(spec("plain", ["both"], kv_events=True), tmp_path)
     assert "--kv-events-config" not in quiet.argv
     events = json.loads(loud.argv[loud.argv.index("--kv-events-config") + 1])
     assert events["enable_kv_cache_events"] is True
 
 
 def test_an_instance_listens_on_loopback_unless_told_otherwise(tmp_path):
-    (server,) = told(spec("nixl_both", ["both"], kv_events=True), tmp_path)
+    (server,) = servers_of(spec("nixl_both", ["both"], kv_events=True), tmp_path)
     assert server.argv[server.argv.index("--host") + 1] == "127.0.0.1"
     assert server.env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "127.0.0.1"
     assert "tcp://" not in str(server.argv)
 
 
 def test_cached_tokens_are_always_asked_of_vllm(tmp_path):
-    for server in told(spec("plain", ["both", "both"]), tmp_path):
+    for server in servers_of(spec("plain", ["both", "both"]), tmp_path):
         assert "--enable-prompt-tokens-details" in server.argv
 
 
@@ -189,8 +189,8 @@ def six_gpus(tmp_path, monkeypatch):
 
 
 def devices(spec: FleetSpec, folder: Path) -> list[str]:
-    servers = told(spec, folder)
-    assert {one.env["CUDA_DEVICE_ORDER"] for one in servers} == {"PCI_BUS_ID"}
+    servers = servers_of(spec, folder)
+    assert {each.env["CUDA_DEVICE_ORDER"] for each in servers} == {"PCI_BUS_ID"}
     return [server.env["CUDA_VISIBLE_DEVICES"] for server in servers]
 
 
@@ -207,15 +207,15 @@ def test_the_gpus_that_the_user_left_visible_are_the_only_ones(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,2,3")
     assert devices(on_gpus(3), tmp_path) == ["5", "2", "3"]
     with pytest.raises(SpecError, match=r"2 instances of 2 workers .* 3 can be seen"):
-        told(on_gpus(2, tensor_parallel=2), tmp_path)
+        servers_of(on_gpus(2, tensor_parallel=2), tmp_path)
 
 
 def test_workers_and_engines_are_told_to_vllm_and_one_of_each_is_not(tmp_path):
-    (alone,) = told(spec("plain", ["both"]), tmp_path)
+    (alone,) = servers_of(spec("plain", ["both"]), tmp_path)
     assert not [word for word in alone.argv if "parallel" in word]
     changed = msgspec.structs.replace(settings(), tensor_parallel=2, data_parallel=3)
     many = dataclasses.replace(spec("plain", ["both"]), settings=changed)
-    (server,) = told(many, tmp_path)
+    (server,) = servers_of(many, tmp_path)
     words = " ".join(server.argv)
     assert "--tensor-parallel-size 2" in words
     assert "--data-parallel-size 3" in words
@@ -230,13 +230,13 @@ def test_events_of_several_engines_in_one_instance_are_refused(tmp_path):
         spec("plain", ["both"], kv_events=True), settings=changed
     )
     with pytest.raises(SpecError, match="an instance for each engine"):
-        told(many, tmp_path)
+        servers_of(many, tmp_path)
 
 
 def test_the_number_of_blocks_is_left_to_vllm_where_none_is_given(tmp_path):
     changed = msgspec.structs.replace(settings(), num_blocks=None)
     free = dataclasses.replace(spec("plain", ["both"]), settings=changed)
-    (server,) = told(free, tmp_path)
+    (server,) = servers_of(free, tmp_path)
     assert "--num-gpu-blocks-override" not in server.argv
 
 

@@ -28,6 +28,6 @@ def started() -> Iterator[list[Standin]]:
 
 @pytest.fixture
 def two(started: list[Standin]) -> list[Standin]:
-    for one in started:
-        one.set_faults()
+    for each in started:
+        each.set_faults()
     return started

@@ -52,10 +52,10 @@ class Answer(NamedTuple):
 def until(true: Callable[[], Any], what: str) -> Any:
     """What `true` returns once it is true; AssertionError after DEADLINE_S."""
     deadline = time.monotonic() + DEADLINE_S
-    while not (found := true()):
+    while not (seen := true()):
         assert time.monotonic() < deadline, what
         time.sleep(0.02)
-    return found
+    return seen
 
 
 def ask(prompt: Any = (1, 2, 3), max_tokens: int = 3, **more: Any) -> dict[str, Any]:
@@ -145,9 +145,9 @@ class Proxy(NamedTuple):
         def nothing() -> bool:
             breakdown = self.get("/breakdown").json
             return breakdown["offloads"] == 0 and all(
-                one["requests"] == one["ongoing_tokens"] == 0
-                and one["pending_prefill_tokens"] == 0
-                for one in breakdown["instances"].values()
+                each["requests"] == each["ongoing_tokens"] == 0
+                and each["pending_prefill_tokens"] == 0
+                for each in breakdown["instances"].values()
             )
 
         until(nothing, f"still in flight: {self.get('/breakdown').body}")
@@ -157,7 +157,7 @@ class Proxy(NamedTuple):
         until(lambda: len(self.lines("end")) >= requests, "end lines are missing")
         numbers = [end["number"] for end in self.lines("end")]
         assert sorted(numbers) == list(range(requests))
-        assert {one["number"] for one in self.lines("decision")} <= set(numbers)
+        assert {each["number"] for each in self.lines("decision")} <= set(numbers)
 
 
 @contextlib.contextmanager
@@ -187,7 +187,9 @@ def proxy(
 
 
 def named(standins: list[Standin]) -> list[Instance]:
-    return [Instance(name, one.url) for name, one in zip("ab", standins, strict=False)]
+    return [
+        Instance(name, each.url) for name, each in zip("ab", standins, strict=False)
+    ]
 
 
 def resident_bytes(process: int) -> int:

@@ -41,9 +41,9 @@ def test_names_and_blanks_take_little_memory(two, tmp_path):
         for _ in range(8):
             post(on.url, blanks)
         assert resident_bytes(on.process.pid) - before < 64 * MIB
-        assert max(one["cache"]["mirror_tokens"] for one in on.instances().values()) > (
-            4 * MIB / 2048 * 64
-        )
+        assert max(
+            each["cache"]["mirror_tokens"] for each in on.instances().values()
+        ) > (4 * MIB / 2048 * 64)
         assert len(on.get("/decisions?n=1000").body) < MIB
 
 
@@ -98,7 +98,7 @@ def test_bad_bodies_get_4xx_and_reach_no_instance(two, tmp_path):
 def test_a_slow_reader_holds_up_its_own_stream_and_takes_no_memory(tmp_path):
     # 100,000 tokens are about 18 MB of events.
     asked = ask(max_tokens=100_000)
-    with standin() as one, proxy(tmp_path, named([one])) as on:
+    with standin() as each, proxy(tmp_path, named([each])) as on:
         post(on.url, ask())
         before = resident_bytes(on.process.pid)
         with ExitStack() as clients:
@@ -116,7 +116,7 @@ def test_a_slow_reader_holds_up_its_own_stream_and_takes_no_memory(tmp_path):
 
 def test_a_client_that_stops_reading_is_cut_and_its_request_aborted(tmp_path):
     asked, options = ask(max_tokens=100_000), ("round_robin", "--client-timeout-s", "2")
-    with standin() as one, proxy(tmp_path, named([one]), *options) as on:
+    with standin() as each, proxy(tmp_path, named([each]), *options) as on:
         with connect(on.url, asked, X_Request_Id="stops") as client:
             first_event(client)
             assert on.instances()["a"]["requests"] == 1
@@ -127,7 +127,7 @@ def test_a_client_that_stops_reading_is_cut_and_its_request_aborted(tmp_path):
             assert end["generated_tokens"] < 100_000
             on.idle()
             until(
-                lambda: one.metrics()["vllm:num_requests_running"] == 0,
+                lambda: each.metrics()["vllm:num_requests_running"] == 0,
                 "the instance still works on it",
             )
         assert on.out() == []
@@ -166,7 +166,7 @@ def completion_stream(by: openai.OpenAI) -> Said:
         stream_options={"include_usage": True},
     )
     *tokens, usage = chunks
-    text = "".join(one.choices[0].text for one in tokens)
+    text = "".join(each.choices[0].text for each in tokens)
     return Said(text, usage.usage.completion_tokens)
 
 
@@ -186,7 +186,7 @@ def chat_stream(by: openai.OpenAI) -> Said:
         stream_options={"include_usage": True},
     )
     *tokens, usage = chunks
-    text = "".join(one.choices[0].delta.content or "" for one in tokens)
+    text = "".join(each.choices[0].delta.content or "" for each in tokens)
     return Said(text, usage.usage.completion_tokens)
 
 

@@ -38,12 +38,12 @@ pytestmark = pytest.mark.slow
 
 
 def test_an_instance_killed_in_mid_stream_ends_with_an_error_event(two, tmp_path):
-    with standin(*SLOW) as one, proxy(tmp_path, named([one, two[1]])) as on:
+    with standin(*SLOW) as each, proxy(tmp_path, named([each, two[1]])) as on:
         headers = {"X_Request_Id": "cut", "Connection": "close"}
         with connect(on.url, ask(max_tokens=400), **headers) as client:
             begun = first_event(client)
             assert b"200 OK" in begun
-            one.process.kill()
+            each.process.kill()
             body = begun + rest(client)
         assert b'data: {"error":' in body
         assert b"a broke off in the middle of its answer" in body
@@ -103,8 +103,8 @@ def test_no_failure_is_passed_off_as_a_complete_answer(two, tmp_path):
             assert DONE not in answer.body or fault == "inband"
             kind = "application/json" if status != 200 else "text/event-stream"
             assert answer.headers["Content-Type"].startswith(kind)
-        for one in two:
-            one.set_faults(after=0)
+        for each in two:
+            each.set_faults(after=0)
         for fault in ("none", "inband", "none", "cut", "none", "truncated"):
             for _ in two:
                 answer = post(on.url, ask(), X_Standin_Fault=fault)
@@ -126,15 +126,15 @@ def test_no_failure_is_passed_off_as_a_complete_answer(two, tmp_path):
 )
 def test_an_instance_that_no_request_can_be_sent_to_is_refused(tmp_path, url):
     command = [sys.executable, "-m", "kvtax", "proxy", "--policy", "linear"]
-    told = subprocess.run(
+    printed = subprocess.run(
         [*command, "--url", "http://127.0.0.1:1", "--url", f"b={url}"],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
     )
-    assert told.returncode == 2
-    assert f"b: {url!r}" in told.stderr
-    assert "http://HOST:PORT expected" in told.stderr
+    assert printed.returncode == 2
+    assert f"b: {url!r}" in printed.stderr
+    assert "http://HOST:PORT expected" in printed.stderr
 
 
 class Quoting(BaseHTTPRequestHandler):
@@ -240,14 +240,16 @@ def test_a_killed_and_restarted_proxy_serves_again_and_keeps_the_old_log(two, tm
             until(lambda: len(on.lines("decision")) == 2, "decision not written")
             on.process.kill()
             what_is_left(client)
-        decided = {one["id"] for one in on.lines("decision")}
-        ended = {one["id"] for one in on.lines("end")}
+        decided = {each["id"] for each in on.lines("decision")}
+        ended = {each["id"] for each in on.lines("end")}
         assert decided - ended == {"lost"}
     with proxy(tmp_path, named(two), "linear", "--port", port) as again:
         assert post(again.url, ask()).status == 200
         assert again.instances()["a"]["requests"] == 0
         until(
-            lambda: all(one.metrics()["vllm:num_requests_running"] == 0 for one in two),
+            lambda: all(
+                each.metrics()["vllm:num_requests_running"] == 0 for each in two
+            ),
             "an instance still works for the killed proxy",
         )
 

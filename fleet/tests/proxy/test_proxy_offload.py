@@ -39,8 +39,8 @@ def named(
     standins: list[Standin], connector: str = "mooncake", roles: tuple = ("both",) * 2
 ) -> list[Instance]:
     return [
-        Instance(name, one.url, role, connector, bootstrap_url=one.url)
-        for name, one, role in zip("ab", standins, roles, strict=True)
+        Instance(name, each.url, role, connector, bootstrap_url=each.url)
+        for name, each, role in zip("ab", standins, roles, strict=True)
     ]
 
 
@@ -59,13 +59,13 @@ def heavy_chat(prompt: list[int], **fields: object) -> dict:
 
 def went_to(on: Proxy, id_: str) -> tuple[str, str]:
     """The decode and the prefill instance that were decided on."""
-    decision = next(one for one in on.lines("decision") if one["id"] == id_)
+    decision = next(each for each in on.lines("decision") if each["id"] == id_)
     return decision["instance"], decision["prefill_instance"]
 
 
-def has_been_asked(one: Standin) -> bool:
+def has_been_asked(each: Standin) -> bool:
     """Whether a request has come to it since the last call."""
-    with urllib.request.urlopen(f"{one.url}/arrivals") as answer:
+    with urllib.request.urlopen(f"{each.url}/arrivals") as answer:
         return json.load(answer) != []
 
 
@@ -125,14 +125,14 @@ def test_pools_prefill_in_one_and_decode_in_the_other(two, tmp_path):
 
 
 def test_a_prefill_instance_that_dies_costs_the_request_only_time(two, tmp_path):
-    with standin(*SLOW, "--faults", "hang") as one:
-        roles = named([one, two[1]], "mooncake", ("prefill", "decode"))
+    with standin(*SLOW, "--faults", "hang") as each:
+        roles = named([each, two[1]], "mooncake", ("prefill", "decode"))
         with proxy(tmp_path, roles, "pd_sep") as on:
             with ThreadPoolExecutor() as clients:
                 asked = clients.submit(post, on.url, ask(unlike(200)), X_Request_Id="p")
-                until(lambda: has_been_asked(one), "P is not asked")
+                until(lambda: has_been_asked(each), "P is not asked")
                 assert on.get("/breakdown").json["offloads"] == 1
-                one.process.kill()
+                each.process.kill()
                 answer = asked.result()
             assert answer.status == 200
             assert answer.body.endswith(DONE)
@@ -226,8 +226,8 @@ def test_a_client_that_goes_during_an_offload_aborts_both_sides(two, tmp_path):
         assert on.end("gone")["status"] == "client_gone"
         on.idle()
         on.accounted(1)
-        for one in two:
-            until(lambda one=one: one.metrics()[RUNNING] == 0, "")
+        for each in two:
+            until(lambda each=each: each.metrics()[RUNNING] == 0, "")
 
 
 def test_an_offload_counts_from_its_decision_on(two, tmp_path):
@@ -235,7 +235,7 @@ def test_an_offload_counts_from_its_decision_on(two, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         instances = [
-            msgspec.structs.replace(one, bootstrap_url=url) for one in named(two)
+            msgspec.structs.replace(each, bootstrap_url=url) for each in named(two)
         ]
         options = (*HEAVY_FROM, "max_offloads=1")
         with (
@@ -247,7 +247,7 @@ def test_an_offload_counts_from_its_decision_on(two, tmp_path):
             assert post(on.url, ask(unlike(511)), X_Request_Id="second").status == 200
             on.end("second")
             decision = next(
-                one for one in on.lines("decision") if one["id"] == "second"
+                each for each in on.lines("decision") if each["id"] == "second"
             )
             assert decision["reason"] == "1 offloads under way: not offloaded"
             assert decision["class"] == "HEAVY"
@@ -276,7 +276,9 @@ def test_counters_are_back_at_zero_after_everything_has_gone_wrong(two, tmp_path
     limits = ["--prefill-timeout-s", "1", "--handover-timeout-s", "1"]
     limits += ["--silence-timeout-s", "2"]
 
-    def one(number: int, fault: str, tokens: int, leaves_after_s: float | None) -> None:
+    def each(
+        number: int, fault: str, tokens: int, leaves_after_s: float | None
+    ) -> None:
         asked = ask([number] * tokens, 5)
         named = {"X_Standin_Fault": fault, "X_Request_Id": f"r/{number}"}
         if leaves_after_s is None:
@@ -291,7 +293,7 @@ def test_counters_are_back_at_zero_after_everything_has_gone_wrong(two, tmp_path
     ):
         asked = [
             clients.submit(
-                one,
+                each,
                 number,
                 chance.choice(faults),
                 chance.choice([3, 150]),
@@ -374,13 +376,13 @@ def test_where_no_kv_arrives_the_next_request_does_not_wait_for_it(two, tmp_path
 
 
 def test_kv_goes_to_no_instance_without_room_for_it(two, tmp_path):
-    small = [msgspec.structs.replace(one, kv_tokens=220) for one in named(two)]
+    small = [msgspec.structs.replace(each, kv_tokens=220) for each in named(two)]
     with proxy(tmp_path, small, "elastic", *HEAVY_FROM) as on:
         answer = post(on.url, ask(unlike(800)), X_Request_Id="h")
         assert answer.status == 200
         assert "X-Kvtax-Prefill" not in answer.headers
         on.end("h")
-        decision = next(one for one in on.lines("decision") if one["id"] == "h")
+        decision = next(each for each in on.lines("decision") if each["id"] == "h")
         assert decision["reason"].endswith(
             "has no room for KV to arrive: not offloaded"
         )

@@ -47,8 +47,8 @@ def three() -> Iterator[list[Standin]]:
 @pytest.fixture(scope="module")
 def instances(three: list[Standin]) -> list[Instance]:
     return [
-        Instance(name, one.url, connector="nixl", direct_read=Address("h", 7))
-        for name, one in zip("abc", three, strict=True)
+        Instance(name, entry.url, connector="nixl", direct_read=Address("h", 7))
+        for name, entry in zip("abc", three, strict=True)
     ]
 
 
@@ -108,10 +108,12 @@ def test_a_prompt_goes_where_its_prefix_is_in_every_form(form, instances, tmp_pa
         name = again.headers["X-Kvtax-Instance"]
         assert name == first.headers["X-Kvtax-Instance"]
         on.end("again")
-        decision = next(one for one in on.lines("decision") if one["id"] == "again")
+        decision = next(
+            entry for entry in on.lines("decision") if entry["id"] == "again"
+        )
         cached = {
-            one["name"]: one["cached_tokens"]
-            for one in decision["snapshot"]["candidates"]
+            entry["name"]: entry["cached_tokens"]
+            for entry in decision["snapshot"]["candidates"]
         }
         half = decision["prompt_tokens"] / 2
         # Whole pieces count, and one has at most 512 tokens.
@@ -132,8 +134,8 @@ def test_a_session_stays_where_it_is(instances, tmp_path):
                 )
         on.accounted(20)
         places: dict[str, set[str]] = {}
-        for one in on.lines("decision"):
-            places.setdefault(one["session"], set()).add(one["instance"])
+        for entry in on.lines("decision"):
+            places.setdefault(entry["session"], set()).add(entry["instance"])
         assert len(places) == 5
         assert all(len(names) == 1 for names in places.values())
         assert len(set().union(*places.values())) == 3
@@ -158,7 +160,7 @@ def test_recorded_decisions_replay_identically(policy, instances, tmp_path):
             )
             for place, n in enumerate(sizes)
         ]
-        assert {one.result().status for one in asked} == {200}
+        assert {entry.result().status for entry in asked} == {200}
         on.idle()
         on.accounted(60)
         assert len(on.lines("decision")) == 60
@@ -250,11 +252,13 @@ def test_what_the_proxy_says_of_itself(instances, tmp_path):
         on.idle()
         breakdown = on.get("/breakdown").json
         assert breakdown["decision_us"]["n"] == 12
-        assert sum(one["ended"]["ok"] for one in breakdown["instances"].values()) == 12
+        assert (
+            sum(entry["ended"]["ok"] for entry in breakdown["instances"].values()) == 12
+        )
         recent = [
             json.loads(line) for line in on.get("/decisions?n=5").body.split(b"\n")
         ]
-        assert [one["id"] for one in recent] == [f"r/{n}" for n in range(7, 12)]
+        assert [entry["id"] for entry in recent] == [f"r/{n}" for n in range(7, 12)]
         assert set(recent[0]["scores"]) == set("abc")
         assert on.get("/decisions?n=all").status == 400
         assert on.get("/nowhere").status == on.get("/metrics").status == 404

@@ -54,7 +54,7 @@ def tiny_model(folder: Path) -> Path:
     trainer = BpeTrainer(
         vocab_size=1000,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=[AddedToken(one, normalized=False) for one in SPECIAL],
+        special_tokens=[AddedToken(each, normalized=False) for each in SPECIAL],
         show_progress=False,
     )
     tokenizer.train([str(REPOSITORY / "README.md")], trainer)

@@ -73,10 +73,10 @@ class Lines:
 
     def sessions(self) -> dict[str, list[dict]]:
         """The records of each session, in the order they were written."""
-        found = defaultdict(list)
+        seen = defaultdict(list)
         for record in self.records:
-            found[record["session"]].append(record)
-        return found
+            seen[record["session"]].append(record)
+        return seen
 
 
 def assert_accounted_for(lines: Lines, requests: list[Request]) -> None:

@@ -182,8 +182,8 @@ def test_a_turn_is_due_its_think_time_after_the_answer_before(tmp_path, options,
     played(requests, tmp_path, link, **options)
     for session, times in due_s.items():
         for turn, due in enumerate(times):
-            found = link.times_s[f"{session}/{turn}"]
-            assert found == pytest.approx((due, due), abs=1e-6)
+            seen = link.times_s[f"{session}/{turn}"]
+            assert seen == pytest.approx((due, due), abs=1e-6)
 
 
 def test_a_late_send_is_recorded_beside_the_time_when_it_was_due(tmp_path):

@@ -66,7 +66,7 @@ def test_a_server_that_stands_still_delays_no_other_session(tmp_path):
     queried = "vllm:prefix_cache_queries_total"
     with standin("--faults", "stall") as stuck:
         run = ReplayProcess(stuck.url, path, tmp_path / "o.jsonl")
-        tokens = sum(one.input_tokens for one in requests)
+        tokens = sum(each.input_tokens for each in requests)
         eventually(lambda: stuck.metrics()[queried] >= tokens)
         run.process.send_signal(signal.SIGTERM)
         run.finish()

@@ -226,14 +226,14 @@ def traces(draw: st.DrawFn) -> tuple[list[Request], int]:
 @given(traces())
 def test_prefix_hits_of_tokens_are_those_of_hashes(trace):
     requests, vocab_size = trace
-    for one in requests:
+    for entry in requests:
         for other in requests:
-            if one is other:
+            if entry is other:
                 continue
-            size = one.block_tokens
-            full = min(one.input_tokens, other.input_tokens) // size
-            by_hash = min(common(one.hashes, other.hashes), full)
-            tokens = [prompt(each, vocab_size).tolist() for each in (one, other)]
+            size = entry.block_tokens
+            full = min(entry.input_tokens, other.input_tokens) // size
+            by_hash = min(common(entry.hashes, other.hashes), full)
+            tokens = [prompt(each, vocab_size).tolist() for each in (entry, other)]
             assert common(*tokens) // size == by_hash
 
 

@@ -35,23 +35,23 @@ pytestmark = pytest.mark.usefixtures("signals")
 def test_real_traces_are_as_their_readme_says(
     capsys, file, requests, sessions, blocks, reuse
 ):
-    found = stats(capsys, file)
-    assert (found["requests"], found["sessions"]) == (requests, sessions)
-    assert found["blocks"] == blocks
-    assert round(found["apc_infinite"], 3) == reuse
-    assert found["distinct_blocks"] == round(blocks * (1 - found["apc_infinite"]))
+    result = stats(capsys, file)
+    assert (result["requests"], result["sessions"]) == (requests, sessions)
+    assert result["blocks"] == blocks
+    assert round(result["apc_infinite"], 3) == reuse
+    assert result["distinct_blocks"] == round(blocks * (1 - result["apc_infinite"]))
     if file == CONVERSATION:
-        assert found["intra_session_reuse"] == 0
+        assert result["intra_session_reuse"] == 0
     else:
         # Sub-agents of a session begin alike; sessions share nothing.
-        assert found["cross_session_reuse"] < 0.001
+        assert result["cross_session_reuse"] < 0.001
 
 
 def test_lengths_of_the_conversation_trace_are_as_published(capsys):
-    found = stats(capsys, CONVERSATION)
-    assert round(found["input_tokens"]["mean"]) == 12_035
-    assert round(found["output_tokens"]["mean"]) == 343
-    assert round(found["io_ratio"], 1) == 35.1
+    result = stats(capsys, CONVERSATION)
+    assert round(result["input_tokens"]["mean"]) == 12_035
+    assert round(result["output_tokens"]["mean"]) == 343
+    assert round(result["io_ratio"], 1) == 35.1
 
 
 @pytest.mark.slow
@@ -66,9 +66,9 @@ def test_a_cache_of_all_distinct_blocks_hits_what_an_infinite_one_does(capsys):
 def test_turns_growth_and_shares_are_those_of_the_sessions(tmp_path, capsys):
     sessions = {f"s{n}": [(n, 4)] for n in range(6)}
     sessions["long"] = [(0.5, 5), (2.5, 9), (7.5, 16)]
-    found = stats(capsys, trace_of(tmp_path / "t", sessions))
-    assert found["turns_per_session"]["mean"] == pytest.approx(9 / 7)
-    assert found["context_growth_tokens"] == {
+    result = stats(capsys, trace_of(tmp_path / "t", sessions))
+    assert result["turns_per_session"]["mean"] == pytest.approx(9 / 7)
+    assert result["context_growth_tokens"] == {
         "n": 2,
         "mean": 5.5,
         "p50": 5.5,
@@ -76,9 +76,9 @@ def test_turns_growth_and_shares_are_those_of_the_sessions(tmp_path, capsys):
         "p99": 6.97,
         "max": 7.0,
     }
-    assert found["top_sessions_share_of_requests"] == pytest.approx(7 / 9)
-    assert found["top_sessions_share_of_input_tokens"] == pytest.approx(46 / 54)
-    assert found["duration_s"] == 7.5
+    assert result["top_sessions_share_of_requests"] == pytest.approx(7 / 9)
+    assert result["top_sessions_share_of_input_tokens"] == pytest.approx(46 / 54)
+    assert result["duration_s"] == 7.5
 
 
 def test_the_largest_sessions_have_a_row_each(tmp_path, capsys):
@@ -88,8 +88,8 @@ def test_the_largest_sessions_have_a_row_each(tmp_path, capsys):
         "a|b": [(1, 8), (3, 4)],
     }
     trace = trace_of(tmp_path / "t", sessions)
-    found = stats(capsys, trace, "--sessions", 2)
-    assert found["largest_sessions"] == [
+    result = stats(capsys, trace, "--sessions", 2)
+    assert result["largest_sessions"] == [
         {
             "session": "grows",
             "turns": 3,
@@ -109,12 +109,12 @@ def test_the_largest_sessions_have_a_row_each(tmp_path, capsys):
             "growth_tokens": -4,
         },
     ]
-    assert found["input_tokens_per_session"]["mean"] == pytest.approx(53 / 3)
-    assert found["output_tokens_per_session"]["max"] == 30
+    assert result["input_tokens_per_session"]["mean"] == pytest.approx(53 / 3)
+    assert result["output_tokens_per_session"]["max"] == 30
     # Of a session with one turn nobody can tell how it grows.
-    assert found["growth_tokens_per_session"]["n"] == 2
-    assert found["growth_tokens_per_session"]["mean"] == 2
-    assert found["prefill_share"] == pytest.approx(53 / 113)
+    assert result["growth_tokens_per_session"]["n"] == 2
+    assert result["growth_tokens_per_session"]["mean"] == 2
+    assert result["prefill_share"] == pytest.approx(53 / 113)
     assert run("stats", trace) == 0
     table = capsys.readouterr().out.split("largest sessions")[1].splitlines()[2:]
     assert table[1] == "| a/b | 2 | 12 | 20 | 8 | 8 | -4 |"
@@ -133,9 +133,9 @@ def test_reuse_is_split_into_own_and_other_sessions(tmp_path, capsys):
         asks("b", 1, [1, 5, 6]),  # two of its own
     ]
     write_trace(tmp_path / "t", {"requests": 4}, requests)
-    found = stats(capsys, tmp_path / "t")
-    assert found["apc_infinite"] == pytest.approx(5 / 10)
-    assert found["intra_session_share_of_reuse"] == pytest.approx(4 / 5)
+    result = stats(capsys, tmp_path / "t")
+    assert result["apc_infinite"] == pytest.approx(5 / 10)
+    assert result["intra_session_share_of_reuse"] == pytest.approx(4 / 5)
     alone = stats(capsys, trace_of(tmp_path / "u", {"s": [(0, 4)]}))
     assert alone["intra_session_share_of_reuse"] is None
 
