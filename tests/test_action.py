@@ -121,7 +121,24 @@ def test_vllm_is_installed_from_its_lock_with_what_the_connector_needs(tmp_path)
     assert calls[-3:] == [str(REPOSITORY), ".", "numpy>=2"]
 
 
-def test_a_release_without_a_lock_is_named_before_anything_is_installed(tmp_path):
-    done, calls = run_step("install", tmp_path, vllm="0.1")
+@pytest.mark.parametrize("vllm", ["0.1", "", "../../../x", "0.32.0/../0.32.0", "$(x)"])
+def test_a_release_without_a_lock_is_named_before_anything_is_installed(tmp_path, vllm):
+    (tmp_path / "x.txt").write_text("evil==1\n")
+    done, calls = run_step("install", tmp_path, vllm=vllm)
     assert (done.returncode, calls) == (2, [])
-    assert "no lock for vLLM 0.1" in done.stdout
+    assert f"no lock for vLLM {vllm}" in done.stdout
+
+
+def test_packages_are_words_and_no_patterns(tmp_path):
+    (tmp_path / "evil.whl").touch()
+    _, calls = run_step("install", tmp_path, install="*.whl $(touch pwned)")
+    assert calls[-3:] == ["*.whl", "$(touch", "pwned)"]
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_nothing_that_moves_is_used():
+    """An action of others by its tag could be another tomorrow."""
+    text = (REPOSITORY / ".github/workflows/ci.yml").read_text()
+    uses = [step["uses"] for step in STEPS if "uses" in step]
+    uses += re.findall(r"uses: (\S+)", text)
+    assert all(re.search(r"@[0-9a-f]{40}$", name) for name in uses)

@@ -101,6 +101,24 @@ def test_the_wheel_is_small_and_holds_no_results(wheel):
     assert {top for top in tops if not top.endswith(".dist-info")} == {"kvtax"}
 
 
+def test_wheel_and_sdist_name_their_commit(tmp_path, wheel):
+    """A wheel that is built from the sdist, without git, too."""
+    commands = [
+        [UV, "build", "-q", "--sdist", "--out-dir", str(tmp_path), str(REPOSITORY)],
+        [UV, "build", "-q", "--wheel", "--out-dir", str(tmp_path / "again")],
+    ]
+    subprocess.run(commands[0], check=True)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    subprocess.run([*commands[1], str(sdist)], check=True)
+    (again,) = (tmp_path / "again").glob("*.whl")
+    commits = [
+        zipfile.ZipFile(file).read("kvtax/data/COMMIT").decode().strip()
+        for file in (wheel, again)
+    ]
+    assert commits[0] == commits[1]
+    assert re.fullmatch(r"[0-9a-f]{12}(-dirty)?", commits[0])
+
+
 def test_the_environment_is_small_and_has_no_heavy_package(environment):
     files = [path for path in environment.rglob("*") if path.is_file()]
     assert sum(path.lstat().st_size for path in files) <= MOST_ENVIRONMENT_BYTES

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
-from kvtax.paths import IN_CHECKOUT
+from kvtax.paths import IN_CHECKOUT, REPOSITORY
 from kvtax.signals import exit_on_signals
 
 
@@ -329,7 +329,7 @@ def _complete(words: Sequence[str]) -> None:
 
 
 class _Version(argparse.Action):
-    """Print the version of the installed package; read it only if requested."""
+    """Print version and commit of the package; read them only if requested."""
 
     def __init__(self, option_strings: Sequence[str], dest: str) -> None:
         super().__init__(option_strings, dest, nargs=0, help="print the version")
@@ -337,4 +337,21 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib.metadata import version
 
-        parser.exit(message=f"kvtax {version('kvtax')}\n")
+        commit = f" (commit {name})" if (name := _commit()) else ""
+        parser.exit(message=f"kvtax {version('kvtax')}{commit}\n")
+
+
+def _commit() -> str:
+    """Return the commit that the wheel was built from, or that is checked out."""
+    if (file := REPOSITORY / "COMMIT").is_file():
+        return file.read_text().strip()
+    if not IN_CHECKOUT:
+        return ""
+    import subprocess
+
+    command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty"]
+    try:
+        done = subprocess.run([*command, "--abbrev=12"], capture_output=True, text=True)
+    except OSError:
+        return ""
+    return done.stdout.strip()

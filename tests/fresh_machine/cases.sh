@@ -27,7 +27,7 @@ apt_options() {
 make_release() { # RELEASE: a tar of its minimal root, once
     [[ -f $work/$1.tar ]] && return
     apt_options >"$work/apt.conf"
-    mmdebstrap --quiet --variant=minbase --include=sudo \
+    mmdebstrap --quiet --variant=minbase --include=sudo,make,git \
         --aptopt="$work/apt.conf" "$1" "$work/$1.tar" "$mirror"
 }
 
@@ -48,7 +48,7 @@ make_root() { # RELEASE
 
 make_user() { # USER
     rm -rf "$home/me" "$home/my checkout"
-    mkdir "$home/me"
+    mkdir -p "$home/me/kvtax"
     local configuration
     for configuration in .config/pip .config/uv .pip; do
         [[ -d $HOME/$configuration ]] || continue
@@ -64,7 +64,7 @@ make_user() { # USER
     fi
     [[ $1 != sudo ]] || echo 'me ALL=(ALL) NOPASSWD: ALL' >"$root/etc/sudoers.d/me"
     git -c safe.directory="$repository" -C "$repository" ls-files -z |
-        tar -C "$repository" --null -T - -c | tar -x -C "$home/me" --one-top-level=kvtax
+        tar -C "$repository" --null -T - -c | tar -x -C "$home/me/kvtax"
     cp -r "$home/me/kvtax" "$home/my checkout"
     chown -R "$owner:$owner" "$home"
 }
@@ -106,16 +106,19 @@ names_packages() {
         --no-install-recommends $command >/dev/null 2>&1
 }
 
-# Starts one, and stops it as soon as it is ready.
-SERVER='
+# The first two commands of README.
+PASTE='
+set -e
 cd /home/me/kvtax
-.venv/bin/kvtax fleet launch --instances 1 --connector mooncake_both --folder ../fleet &
-until [[ -f ../fleet/instances.json ]]; do
-    kill -0 $! 2>/dev/null || exit 1
-    sleep 1
-done
-kill -TERM $!
-wait $! || [[ $? == 143 ]]'
+python3 -m venv env
+. env/bin/activate
+pip install -q .
+kvtax demo --out /home/me/demo'
+SMOKE='
+set -e
+cd /home/me/kvtax
+bash run_all.sh --profile cpu-smoke --out /home/me/smoke
+grep -rhoE "\"ready_s\": [0-9.]+" /home/me/smoke --include trial.json'
 
 run_case() { # RELEASE USER
     make_root "$1"
@@ -132,9 +135,13 @@ run_case() { # RELEASE USER
     [[ -z $(as_user bash /home/me/kvtax/setup.sh 2>&1) ]]
     echo "== $1/$2: run_all.sh --check"
     as_user bash /home/me/kvtax/run_all.sh --check
-    if [[ $2 == user ]]; then
-        echo "== $1/$2: a real server"
-        as_user bash -c "$SERVER"
+    echo "== $1/$2: README's paste"
+    as_user bash -c "$PASTE"
+    echo "== $1/$2: real servers, the smoke profile"
+    as_user bash -c "$SMOKE"
+    if [[ $2 == root ]]; then
+        echo "== $1/$2: make test-fast"
+        as_user make -C /home/me/kvtax test-fast
     fi
 }
 

@@ -3,7 +3,7 @@
 # a Debian release, and a user: root, one with sudo, or one without.
 #   tests/fresh_machine/check.sh [CASE...]      e.g. bookworm/root (default: all six)
 # It needs root, mmdebstrap, 25 GB in $TMPDIR (or /tmp), and a network for apt (from
-# $DEBIAN_MIRROR if set) and pip, which it uses as this machine does.
+# $DEBIAN_MIRROR, else this machine's own mirror of Debian) and pip, used as here.
 # Roots, mounts and processes are gone when it ends, however it ends; after SIGKILL the
 # roots are removed by the next run.
 set -euo pipefail
@@ -15,7 +15,12 @@ fail() { printf 'fresh-machine-check: %s\n' "$*" >&2; exit 2; }
 
 releases=(bookworm trixie)
 users=(root sudo user)
-mirror=${DEBIAN_MIRROR:-http://deb.debian.org/debian}
+# The first source of packages of this machine that is one of Debian.
+own_mirror() {
+    apt-get indextargets --format '$(REPO_URI)' 2>/dev/null | grep -m 1 -E '/debian/?$' ||
+        echo http://deb.debian.org/debian
+}
+mirror=${DEBIAN_MIRROR:-$(own_mirror)}
 here=$(realpath "$(dirname "${BASH_SOURCE[0]}")")
 repository=$(dirname "$(dirname "$here")")
 work=${TMPDIR:-/tmp}/kvtax-fresh-machine
