@@ -1,217 +1,142 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cost of the step records per engine step: unpatched, patched and off, and on.
+"""CPU time that the recorder adds to an engine step.
 
-Each variant is a process of its own with an engine on the null model (no-op connector,
-forward of zero length). The unpatched one runs twice, and the difference of the two
-is the noise floor. One process at a time steps, in an order drawn anew each round, so
-that drift of the machine hits all alike. A round counts with its lower quartile: what
-disturbs a step only ever adds to it. A cost is the median over the rounds of the
-difference within a round, with a percentile bootstrap over the rounds.
-
-The split is measured in the process that records: the connector's calls per layer, the
-records of engine (with its requests) and worker, and the timing of the connector's
-calls are switched on and off there every few steps, so no two processes are compared.
-The same is done with steps in each of which a request starts and another one ends.
-So is the floor: what reads the clock before and after both of the scheduler's calls and
-appends one tuple.
-Writing and single calls are timed in a tight loop.
+One process has an engine on the null model (no-op connector, forward of zero length).
+Every few steps its recorder gets another setting, in an order drawn anew each round:
+off, each step recorded, and one step in eight. Steps are of two kinds: steps that only
+decode, and steps in each of which a request starts and another ends. A cost is the
+median over the rounds of the difference from off within a round, in CPU time of the
+engine's thread, with a bootstrap over the rounds. Single calls of an empty method are
+timed in a loop.
 """
 
 from __future__ import annotations
 
 import argparse
+import tempfile
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kvtax.report.markdown import number, table
-from kvtax.stats import Estimate
-from kvtax.stats.resampling import added
-from kvtax.verdict.aims import Aim, Judgement, judge
-from studies.results import (
-    Variant,
-    at_least,
-    configure_rounds,
-    engines,
-    publish,
-    turns,
-)
+from kvtax.engine.engine_process import EngineProcess
+from kvtax.report.markdown import table
+from kvtax.stats.distribution import SEED, Floats
+from studies.results import at_least, configure_rounds, publish
 
-HOOK_LOOPS = 50
-MIN_ROUNDS, MIN_STEPS = 8, 20
-PATCHES = ["step_timing_v2"]
-# What an operator gets, not the clocks of every step that a sweep takes.
-DEFAULTS = {"KVTAX_STEP_RECORDS_CPU_EVERY": "16"}
-
-
-def measure(rounds: int, steps: int, batch: int) -> Samples:
-    """Run all variants side by side. Raises ServerError if one of them fails."""
-    variants: dict[str, list[Floats]] = {name: [] for name in VARIANTS}
-    splits: dict[str, dict[str, list[Floats]]] = {"time_modes": {}, "time_starts": {}}
-    worker = "benchmarks.hooks_worker"
-    with engines(worker, VARIANTS, records_env=DEFAULTS) as processes:
-        records = processes[ON]
-        for _, name in turns(VARIANTS, rounds):
-            variants[name].append(processes[name].ask("time_steps", batch, steps))
-        for number_of_round in range(rounds):
-            for how, modes in splits.items():
-                split = records.ask(how, batch, steps, number_of_round)
-                for mode, times_us in split.items():
-                    modes.setdefault(mode, []).append(times_us)
-        hooks = records.ask("time_writing", HOOK_LOOPS)
-        hooks |= records.ask("time_calls", HOOK_LOOPS)
-        hashes = records.patch_hashes
-    variants_us, modes_us, starts_us = (
-        {name: np.array(times_us) for name, times_us in part.items()}
-        for part in (variants, *splits.values())
-    )
-    return Samples(variants_us, modes_us, starts_us, hooks, hashes)
-
-
-Floats = NDArray[np.float64]
-
-BASE, AGAIN, OFF, ON = "unpatched", "unpatched again", "patched, off", "patched, on"
-VARIANTS = {
-    BASE: Variant([]),
-    AGAIN: Variant([]),
-    OFF: Variant(PATCHES),
-    ON: Variant(PATCHES, recording=True),
+KINDS = {
+    "time_decode": "decodes only",
+    "time_starts": "a request starts, another ends",
 }
-# The most that recording is meant to add to a step.
-AIMS = {
-    "engine": Aim(what="engine, on", at_most=10.0, unit="us"),
-    "worker": Aim(what="worker, on", at_most=2.0, unit="us"),
-}
-# With more noise between two unpatched processes "as unpatched" would say nothing.
-MAX_NOISE_SHARE = 0.02
+OFF = "off"
+# By setting of KVTAX_STEP_RECORDS_EVERY the most that a step should take longer, in us.
+GOALS_US = {"1": 12.0, "8": 4.0}
+# Rounds for which a batch of one engine lasts.
+ROUNDS_AT_ONCE = 100
+REPLICATES = 2_000
+LOOPS = 50
+# The defaults of an operator, not the clocks of every step that a sweep takes.
+ENV = {"KVTAX_STEP_RECORDS_CPU_EVERY": "16"}
 
 
-class Samples(NamedTuple):
-    """Step times in us by variant and by mode, (rounds, steps); hook times (loops,).
+class Cost(NamedTuple):
+    """How much longer steps of a kind take with a setting, in us, and its interval."""
 
-    Those of `starts` are of steps in which a request starts and one ends.
-    """
+    kind: str
+    every: str
+    us: float
+    low_us: float
+    high_us: float
 
-    variants: dict[str, Floats]
-    modes: dict[str, Floats]
-    starts: dict[str, Floats]
-    hooks: dict[str, Floats]
-    patch_hashes: dict[str, str]
+    @classmethod
+    def of(cls, kind: str, every: str, added_us: Floats) -> Cost:
+        """Compute the median of the rounds, with a bootstrap interval of 95 %."""
+        draw = np.random.default_rng(SEED)
+        picked = draw.integers(len(added_us), size=(REPLICATES, len(added_us)))
+        low, high = np.quantile(np.median(added_us[picked], axis=1), (0.025, 0.975))
+        return cls(kind, every, float(np.median(added_us)), float(low), float(high))
 
-
-def cost(times_us: Floats, base_us: Floats) -> Estimate:
-    """Compute how much longer steps take than `base_us`; both (rounds, steps)."""
-    return Estimate.of(added(times_us, base_us))
-
-
-def judge_off(off: Estimate, floor: Estimate, base_us: float) -> tuple[Judgement, Aim]:
-    """Off is as good as unpatched if it costs no more than two unpatched runs differ.
-
-    `floor` is the cost of the second unpatched run. Undecided where the two differ by
-    more than MAX_NOISE_SHARE of a step.
-    """
-    # A hook cannot make a step faster, so looking faster is noise as well.
-    noise_us = max(abs(floor.low), abs(floor.high), -off.low)
-    aim = Aim(what="both, off", at_most=noise_us, unit="us, the noise floor")
-    found = judge(off, aim)
-    if found == "met" and noise_us > MAX_NOISE_SHARE * base_us:
-        found = "undecided"
-    return found, aim
+    @property
+    def judgement(self) -> str:
+        """Say whether the whole interval is within the goal, or outside."""
+        goal_us = GOALS_US[self.every]
+        if self.high_us <= goal_us:
+            return "met"
+        return "missed" if self.low_us > goal_us else "undecided"
 
 
-def variants_table(times_us: dict[str, Floats], costs: dict[str, Estimate]) -> str:
-    base_us = float(np.median(times_us[BASE]))
-    rows = []
-    for name, times in times_us.items():
-        cells = [number(float(q)) for q in np.quantile(times, (0.5, 0.9, 0.99))]
-        if (more := costs.get(name)) is None:
-            cells += ["", ""]
-        else:
-            cells += [f"{more:+.1f}", f"{100 * more.value / base_us:+.1f}"]
-        rows.append([name, *cells])
-    head = ["variant", "step p50 us", "p90", "p99", "more than unpatched, us", "%"]
-    return table(head, rows)
+Times = dict[str, dict[str, list[float]]]
 
 
-# A part of the recording: the mode that has it, and the one without.
-PARTS = {
-    "engine": ("engine", "off"),
-    "worker": ("both", "engine"),
-    "the connector's calls, on": ("calls", "both"),
-    "all of it, on": ("calls", "off"),
-    "the floor: four clocks, one append": ("floor", "off"),
-}
+def measure(rounds: int, batch: int) -> tuple[Times, dict[str, str]]:
+    """Time steps by kind and setting, and calls. Raises ServerError."""
+    settings = [OFF, *GOALS_US]
+    times_us: Times = {kind: {name: [] for name in settings} for kind in KINDS}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        EngineProcess(
+            Path(folder),
+            "benchmarks.hooks_worker",
+            ["step_timing_v2"],
+            recording=True,
+            records_env=ENV,
+        ) as process,
+    ):
+        process.wait_ready()
+        for begun in range(0, rounds, ROUNDS_AT_ONCE):
+            count = min(ROUNDS_AT_ONCE, rounds - begun)
+            for kind in KINDS:
+                part = process.ask(kind, batch, count, settings)
+                for name, values in part.items():
+                    times_us[kind][name] += values
+        calls = process.ask("time_calls", LOOPS)
+        return times_us | {"time_calls": calls}, process.patch_hashes
 
 
-def parts_table(samples: Samples, costs: dict[str, Estimate]) -> str:
-    rows = []
-    for name, (with_it, without) in PARTS.items():
-        more, at_start = (
-            cost(modes[with_it], modes[without])
-            for modes in (samples.modes, samples.starts)
-        )
-        row = [f"{more:+.1f}", "", f"{at_start:+.1f}", "", ""]
-        if aim := AIMS.get(name):
-            row = [f"{more:+.1f}", judge(more, aim)]
-            row += [f"{at_start:+.1f}", judge(at_start, aim), aim.bound]
-        rows.append([aim.what if aim else name, *row])
-    base_us = float(np.median(samples.variants[BASE]))
-    off, aim = judge_off(costs[OFF], costs[AGAIN], base_us)
-    rows.append([aim.what, f"{costs[OFF]:+.1f}", off, "", "", aim.bound])
-    head = ["part", "in a decode step, us", "", "where a request starts, us", ""]
-    return table([*head, "our aim"], rows)
+def costs(times_us: Times) -> list[Cost]:
+    """Compute the cost of each kind of step with each setting."""
+    return [
+        Cost.of(kind, every, np.subtract(times_us[kind][every], times_us[kind][OFF]))
+        for kind in KINDS
+        for every in GOALS_US
+    ]
 
 
-def report(samples: Samples) -> list[str]:
-    """Two Markdown tables: the variants, and the parts against what they may cost."""
-    times_us = samples.variants
-    costs = {name: cost(times_us[name], times_us[BASE]) for name in (AGAIN, OFF, ON)}
-    rounds, steps = times_us[BASE].shape
-    median = {name: float(np.median(us)) for name, us in samples.hooks.items()}
-    layers = cost(samples.modes["off"], samples.modes["no layers"])
+def report(times_us: Times) -> list[str]:
+    """Return a Markdown table of costs, and a sentence on calls."""
+    rows = [
+        [
+            KINDS[cost.kind],
+            f"{np.median(times_us[cost.kind][OFF]):.0f}",
+            cost.every,
+            f"{cost.us:+.1f} [{cost.low_us:+.1f}, {cost.high_us:+.1f}]",
+            f"{GOALS_US[cost.every]:g}",
+            cost.judgement,
+        ]
+        for cost in costs(times_us)
+    ]
+    head = ["step", "off, CPU µs", "recorded: 1 in", "more, CPU µs", "our goal", ""]
+    call = {name: float(np.median(us)) for name, us in times_us["time_calls"].items()}
     calls = (
-        f"A call of a method that does nothing takes {median['call']:.2f} us, "
-        f"{median['timed call']:.2f} us when it is timed, and "
-        f"{median['counted call']:.2f} us when it is counted. The no-op connector's "
-        f"calls per layer make a step longer by {layers:.1f} us. They are not timed, "
-        "as they take no time."
+        f"A call of an empty method takes {call['bare']:.3f} µs, "
+        f"{call['timed']:.3f} µs when it is timed, and {call['counted']:.3f} µs when "
+        f"it is counted. Its record says {call['reported']:.3f} µs."
     )
-    note = (
-        f"{rounds} rounds of {steps} steps each; intervals are 95 %. A background "
-        f"thread writes a record in {median['record']:.2f} us. While it does, the "
-        "longest pause of another thread is "
-        f"{np.median(samples.hooks['pause']):,.0f} us (median of {HOOK_LOOPS} times "
-        "1,000 records)."
-    )
-    return [variants_table(times_us, costs), parts_table(samples, costs), calls, note]
-
-
-def raw(samples: Samples) -> dict[str, dict[str, list[float]]]:
-    """Lower quartile of each round by variant and by mode, and the loops' times."""
-    rounds = {
-        kind: {name: np.quantile(us, 0.25, axis=1) for name, us in times.items()}
-        for kind, times in samples._asdict().items()
-        if kind in ("variants", "modes", "starts")
-    }
-    return {
-        f"{kind}_us": {name: np.round(us, 3).tolist() for name, us in times.items()}
-        for kind, times in {**rounds, "hooks": samples.hooks}.items()
-    }
+    rounds = f"{len(times_us['time_decode'][OFF])} rounds; intervals are 95 %."
+    return [table(head, rows), calls, rounds]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `python -m benchmarks hooks`."""
-    configure_rounds(parser, "hooks", 30, MIN_ROUNDS)
-    parser.add_argument(
-        "--steps", type=at_least(MIN_STEPS), default=500, help="per round"
-    )
+    configure_rounds(parser, "hooks", 1_000, 20)
     parser.add_argument("--batch", type=at_least(1), default=8, help="running requests")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print the result and return the exit code."""
-    rounds, steps, batch = arguments.rounds, arguments.steps, arguments.batch
-    samples = measure(rounds, steps, batch)
-    parts = report(samples)
-    return publish("hooks", arguments.out, parts, raw(samples), samples.patch_hashes)
+    """Measure, publish the result and return the exit code."""
+    times_us, hashes = measure(arguments.rounds, arguments.batch)
+    rounded = {
+        kind: {name: np.round(us, 3).tolist() for name, us in times.items()}
+        for kind, times in times_us.items()
+    }
+    return publish("hooks", arguments.out, report(times_us), rounded, hashes)

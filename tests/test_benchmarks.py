@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from benchmarks.__main__ import BENCHMARKS, main
-from benchmarks.hooks import AGAIN, BASE, OFF, ON, Samples, cost, report
+from benchmarks.hooks import KINDS, OFF, Times, costs, measure, report
 from benchmarks.look import SHIPPED, repeat_life
 from kvtax.cli import main as main_of_kvtax
 from kvtax.look.demo import unpack
@@ -72,64 +72,56 @@ def test_a_look_at_repeated_records_counts_all_steps(tmp_path, capsys, ranks):
     assert f"{2 * once:,} steps" in capsys.readouterr().out
 
 
-ROUNDS, STEPS = 10, 100
+ROUNDS = 60
 
 
-def steps(us: float, seed: int = 1) -> np.ndarray:
-    return np.random.default_rng(seed).normal(us, 0.5, (ROUNDS, STEPS))
-
-
-def samples(again_us: float = 1, off_us: float = 1, engine_us: float = 2) -> Samples:
-    variants = {BASE: 300, AGAIN: 300 + again_us, OFF: 300 + off_us, ON: 310}
-    modes = {"no layers": 295, "floor": 301, "off": 300, "engine": 300 + engine_us}
-    modes |= {"both": 301 + engine_us, "calls": 302.5 + engine_us}
-    hooks = ("record", "pause", "call", "timed call", "counted call")
-    return Samples(
-        {name: steps(us, seed) for seed, (name, us) in enumerate(variants.items())},
-        {name: steps(us, seed) for seed, (name, us) in enumerate(modes.items())},
-        {name: steps(us + 100, seed) for seed, (name, us) in enumerate(modes.items())},
-        {name: np.ones(5) for name in hooks},
-        {},
-    )
-
-
-def judged(found: Samples) -> list[str]:
-    """Of the engine's hooks, the worker's, what has no aim, and all when off."""
-    rows = report(found)[1].splitlines()[2:]
-    return [row.split("|")[3].strip() for row in rows]
-
-
-def test_a_cost_is_what_the_quiet_quarter_of_the_steps_takes_more():
-    disturbed = steps(305, 2)
-    disturbed[:, ::2] *= 20
-    assert cost(disturbed, steps(300)).value == pytest.approx(5.3, abs=0.3)
-
-
-@pytest.mark.parametrize(("engine_us", "word"), [(9, "met"), (10.0, "undecided")])
-def test_recording_is_judged_by_its_aim(engine_us, word):
-    assert judged(samples(engine_us=engine_us))[0] == word
-    assert judged(samples(engine_us=14))[0] == "missed"
+def times_of(added_us: dict[str, float], spread_us: float = 1.0) -> Times:
+    """CPU times of steps on a machine that is slower in some rounds."""
+    draw = np.random.default_rng(1)
+    slow = draw.choice([300.0, 900.0], ROUNDS)
+    by_setting = {OFF: 0.0, **added_us}
+    times = {
+        name: list(slow + more + draw.normal(0, spread_us, ROUNDS))
+        for name, more in by_setting.items()
+    }
+    calls = {"bare": [0.05], "timed": [0.3], "counted": [0.1], "reported": [0.01]}
+    return dict.fromkeys(KINDS, times) | {"time_calls": calls}
 
 
 @pytest.mark.parametrize(
-    ("again_us", "off_us", "word"),
-    [(3, 1, "met"), (-3, 1, "met"), (3, -2, "met"), (1, 8, "missed")],
+    ("us", "spread_us", "word"),
+    [(9.0, 1.0, "met"), (15.0, 1.0, "missed"), (12.1, 30.0, "undecided")],
 )
-def test_off_may_cost_what_two_unpatched_processes_differ_by(again_us, off_us, word):
-    assert judged(samples(again_us, off_us))[-1] == word
+def test_a_cost_is_the_difference_within_a_round_and_judged_by_its_goal(
+    us, spread_us, word
+):
+    added = costs(times_of({"1": us, "8": 1.0}, spread_us))
+    assert [(cost.kind, cost.every) for cost in added] == [
+        (kind, every) for kind in KINDS for every in ("1", "8")
+    ]
+    for cost in added[::2]:
+        assert cost.low_us < us < cost.high_us
+        assert cost.judgement == word
 
 
-def test_what_calls_and_layers_cost_is_told():
-    found = "\n\n".join(report(samples()))
-    (row,) = (line for line in found.splitlines() if "calls, on" in line)
-    for column in (2, 4):
-        assert float(row.split("|")[column].split()[0]) == pytest.approx(1.5, abs=0.2)
-    longer = found.split("make a step longer by ")[1].split()[0]
-    assert float(longer) == pytest.approx(5, abs=0.2)
+def test_a_report_has_each_kind_of_step_and_setting():
+    table, calls, _ = report(times_of({"1": 9.0, "8": 1.0}))
+    rows = [row.split("|") for row in table.splitlines()[2:]]
+    assert [row[1].strip() for row in rows] == [w for w in KINDS.values() for _ in "18"]
+    assert [row[3].strip() for row in rows] == ["1", "8", "1", "8"]
+    assert "0.300 µs when it is timed" in calls
 
 
-def test_off_is_undecided_where_the_noise_would_hide_anything():
-    assert judged(samples(again_us=15, off_us=1))[-1] == "undecided"
+@pytest.mark.slow
+def test_a_real_engine_is_measured_with_each_setting():
+    times_us, hashes = measure(rounds=2, batch=4)
+    assert "step_timing_v2" in hashes
+    for kind in KINDS:
+        assert {len(values) for values in times_us[kind].values()} == {2}
+        assert min(map(min, times_us[kind].values())) > 0
+    calls = {name: np.median(us) for name, us in times_us["time_calls"].items()}
+    assert calls["bare"] < calls["counted"] < calls["timed"]
+    assert calls["reported"] < 0.5 * (calls["timed"] - calls["bare"])
 
 
 STRESSOR = (sys.executable, "-m", "benchmarks", "stressor", "--")

@@ -96,6 +96,8 @@ def record_steps(folder: Path, label: dict) -> dict[str, str]:
         "KVTAX_STEP_RECORDS_LABEL": json.dumps(label),
         # A sweep holds the CPU clocks of all steps against |cache|.
         "KVTAX_STEP_RECORDS_CPU_EVERY": "1",
+        # The ids are those of our own drivers.
+        "KVTAX_REQUEST_IDS": "plain",
     }
 
 

@@ -28,7 +28,7 @@ from kvtax.look.instances import Instance
 from kvtax.look.requests import FILE
 from kvtax.records import RecordsError
 from kvtax.records.parts import parts_of
-from kvtax.records.requests import hashed_id, read_engine_requests
+from kvtax.records.requests import hashed_id, key_of_ids, read_engine_requests
 from kvtax.records.warning import RECORD, RunWarning
 from kvtax.report.document import Cell
 
@@ -233,9 +233,10 @@ def _read(files: Sequence[Path]) -> tuple[pl.DataFrame, list[RunWarning]]:
 def _matched(answered: pl.DataFrame, folders: set[Path]) -> pl.DataFrame:
     """Pair each client's request with one that an engine recorded."""
     recorded = pl.concat([pl.DataFrame(schema=ENDED), *map(_recorded, sorted(folders))])
-    # An engine's header says which of the two its ids are.
+    # Plain, hashed as by older recorders, and with the key of each life.
     sent = answered.explode("id")
-    sent = pl.concat([sent, sent.with_columns(_hashed(sent["id"]))])
+    keys = {b"", *map(key_of_ids, folders)}
+    sent = pl.concat([sent, *(sent.with_columns(_hashed(sent["id"], k)) for k in keys)])
     pairs = recorded.with_row_index("request").join(sent, on="id")
     prompt, output = (pl.col(f"client_{name}") for name in TOKENS)
     own, in_all = pl.col("output_tokens"), pl.col("output_tokens").sum().over("client")
@@ -250,8 +251,8 @@ def _matched(answered: pl.DataFrame, folders: set[Path]) -> pl.DataFrame:
     return found.filter(~several | last)
 
 
-def _hashed(ids: pl.Series) -> pl.Series:
-    return pl.Series("id", map(hashed_id, ids), pl.String)
+def _hashed(ids: pl.Series, key: bytes) -> pl.Series:
+    return pl.Series("id", [hashed_id(name, key) for name in ids], pl.String)
 
 
 def _recorded(folder: Path) -> pl.DataFrame:

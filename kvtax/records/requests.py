@@ -211,8 +211,9 @@ class EngineRequestHeader(FileHeader, tag_field="schema", tag="kvtax.engine_requ
     """Header; written by the engine core."""
 
     ids: str = "hashed"
-    """`hashed`: ids are 16 hexadecimal digits of BLAKE2b; `plain`: as the server has
-    them."""
+    """`keyed`: ids are 16 hexadecimal digits of BLAKE2b with the key of the life, in
+    `request_ids.key` beside the file; `hashed`, in older files: without a key; `plain`:
+    as the server has them."""
 
 
 # What a column of 64 bits can hold; any other number is a damaged line.
@@ -291,9 +292,17 @@ def ids_of_completion(x_request_id: str) -> tuple[str, str]:
     return name, hashed_id(name)
 
 
-def hashed_id(name: str) -> str:
+def hashed_id(name: str, key: bytes = b"") -> str:
     """Hash an id of the server's as the recorder does."""
-    return hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(name.encode(), digest_size=8, key=key).hexdigest()
+
+
+def key_of_ids(life: Path) -> bytes:
+    """Read the key of a life's request ids; empty where there is none."""
+    try:
+        return bytes.fromhex((life / "request_ids.key").read_text())
+    except (OSError, ValueError):
+        return b""
 
 
 # What stays as it is, beside letters and digits.

@@ -57,6 +57,9 @@ class FileHeader(msgspec.Struct, kw_only=True):
     """The host of the process."""
     label: dict[str, Any] = {}
     """`config`, `repeat` and `patches` of the trial."""
+    lost: Natural = 0
+    """Records of this file that were lost before it began: those of older halves that
+    the limit dropped, and those that no disk took."""
 
 
 def another_life(own: FileHeader, other: FileHeader, process: bool = True) -> str:
@@ -87,8 +90,13 @@ class EngineHeader(FileHeader, tag_field="schema", tag="kvtax.engine_step/1"):
     methods: list[str] = []
     """The connector's methods that are timed on this side: the keys that the records'
     `connector_calls`, `connector_us` and `connector_self_us` may have."""
+    constant: list[str] = []
+    """Methods that only return a constant: they take no time, and are not timed."""
     not_timed: dict[str, str] = {}
     """Methods that cannot be timed, and why."""
+    wrapper_us: dict[str, float] = {}
+    """Time of the recorder's wrapper, which is taken out of all times: `inside` of a
+    timed call, all of it (`timed`), and of a call that is `counted`."""
 
 
 class WorkerHeader(FileHeader, tag_field="schema", tag="kvtax.worker_step/1"):
@@ -105,8 +113,13 @@ class WorkerHeader(FileHeader, tag_field="schema", tag="kvtax.worker_step/1"):
     methods: list[str] = []
     """The connector's methods that are timed on this side: the keys that the records'
     `connector_calls`, `connector_us` and `connector_self_us` may have."""
+    constant: list[str] = []
+    """Methods that only return a constant: they take no time, and are not timed."""
     not_timed: dict[str, str] = {}
     """Methods that cannot be timed, and why."""
+    wrapper_us: dict[str, float] = {}
+    """Time of the recorder's wrapper, which is taken out of all times: `inside` of a
+    timed call, all of it (`timed`), and of a call that is `counted`."""
 
 
 class Unit(NamedTuple):
@@ -137,7 +150,7 @@ class EngineStep(msgspec.Struct, omit_defaults=True):
     schedule_us: Annotated[Us | None, Unit("us")] = None
     """Time in `Scheduler.schedule()`, `build_connector_meta` included."""
     build_meta_us: Annotated[Us | None, Unit("us")] = None
-    """Time in the connector's `build_connector_meta`; absent without a connector."""
+    """Time in the connector's `build_connector_meta`; absent where it is not timed."""
     step_us: Annotated[Us | None, Unit("us")] = None
     """From the start of `schedule()` to the end of `update_from_output()` of the same
     step; under async scheduling steps overlap."""
@@ -168,8 +181,7 @@ class EngineStep(msgspec.Struct, omit_defaults=True):
     thread_cpu_us: Annotated[Us | None, Unit("us")] = None
     """CPU time of the engine's thread since the previous step ended, in drawn steps."""
     yardstick_us: Annotated[Us | None, Unit("us")] = None
-    """CPU time of a fixed piece of work (probe/kvtax_probe/engine.py) after the
-    step, part of no other time; in drawn steps of a server with KVTAX_YARDSTICK=1."""
+    """CPU time of a fixed piece of work after the step; older recorders took it."""
     connector_calls: Annotated[dict[str, Natural], Unit("calls")] = {}
     """Calls of the connector's methods, by name; a method with a time was called once
     if it is not here, and one without a time was not timed in this step. What was
@@ -177,7 +189,7 @@ class EngineStep(msgspec.Struct, omit_defaults=True):
     called between `schedule()` and the end of a step for the step that ends. A method
     of a MultiConnector's child is named like `NixlConnector[0].get_finished`. Methods
     that only return a constant, or that the connector inherits from vLLM's base class,
-    can take no time, and are not timed unless they have a field of their own."""
+    are not timed."""
     connector_us: Annotated[dict[str, Us], Unit("us")] = {}
     """Time in these calls, with the calls of timed methods that they made; absent where
     it is the same as without."""
@@ -209,7 +221,7 @@ class WorkerStep(msgspec.Struct, omit_defaults=True):
     """Time in `execute_model`, the connector's methods included."""
     bind_us: Annotated[Us | None, Unit("us")] = None
     """Time in the connector's `bind_connector_metadata`. This field and the next three
-    are absent without a connector."""
+    are absent where the method is not timed."""
     start_load_kv_us: Annotated[Us | None, Unit("us")] = None
     """Time in `start_load_kv`."""
     wait_for_save_us: Annotated[Us | None, Unit("us")] = None

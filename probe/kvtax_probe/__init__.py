@@ -41,7 +41,7 @@ def install() -> None:
             _wrap_once(sys.modules[name], wrap)
         else:
             waiting[name] = wrap
-    if waiting and not any(isinstance(one, _OnImport) for one in sys.meta_path):
+    if waiting and not any(isinstance(finder, _OnImport) for finder in sys.meta_path):
         sys.meta_path.insert(0, _OnImport(waiting))
 
 
@@ -209,7 +209,8 @@ class _Wrapping(importlib.abc.Loader):
         self._loader, self._wrap = loader, wrap
 
     def create_module(self, spec: Any) -> ModuleType | None:
-        return self._loader.create_module(spec)
+        made: ModuleType | None = self._loader.create_module(spec)
+        return made
 
     def exec_module(self, module: ModuleType) -> None:
         # From here on the module looks as if it had been imported without us.

@@ -7,7 +7,7 @@ import random
 
 
 class Draw:
-    """One step of each `every` steps, drawn at random.
+    """One of each `every` numbers, drawn at random.
 
     A fixed stride would keep step with work that returns every so many steps.
     """
@@ -16,14 +16,14 @@ class Draw:
 
     def __init__(self, every: int):
         self._every = every
-        self._random = random.Random()
+        self._random = random.Random().random
         self._block = -every
-        # The step chosen last, until a later step comes; then the one to come.
-        self.next = -1
+        # The number that was drawn last.
+        self.next = self.go_on()
 
-    def is_chosen(self, step: int) -> bool:
-        """Return whether a step is chosen; steps count up from 0 without gaps."""
-        if step > self.next:
-            self._block += self._every
-            self.next = self._block + int(self._random.random() * self._every)
-        return step == self.next
+    def go_on(self) -> int:
+        """Draw the number of the next block, and return it."""
+        every = self._every
+        self._block += every
+        self.next = self._block + (int(self._random() * every) if every > 1 else 0)
+        return self.next

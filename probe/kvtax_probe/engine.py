@@ -4,33 +4,26 @@
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import msgspec
 
-from .connector import Calls, fill, timer_of
+from .connector import Calls, fill, timer_of, wrapper_cost
 from .draw import Draw
 from .files import RecordFile, at_exit, new_life
 from .requests import RequestRecorder, put
-from .settings import CPU_EVERY, STEPS_EVERY, has_yardstick
+from .settings import CPU_EVERY, STEPS_EVERY
 from .threads import ThreadsFile, threads_of_executor
 
 logger = logging.getLogger("vllm.kvtax_probe")
 
 # Steps scheduled but not updated yet: 1, or the depth of the batch queue.
 MAX_OPEN_STEPS = 64
-# One step in so many is followed by the yardstick, drawn at random.
-YARDSTICK_EVERY = 16
-# As many as a full cache has: fewer fit into nearer caches, and do not slow down with a
-# walk over all.
-YARDSTICK_KEYS = 16_000
-# Bytes of a block hash with its group.
-KEY_BYTES = 36
 # Fields of the connector's methods.
 FIELDS = {"build_connector_meta": "build_meta_us"}
 
@@ -58,7 +51,6 @@ class EngineStep(msgspec.Struct, omit_defaults=True, gc=False):
     schedule_cpu_us: float | None = None
     update_cpu_us: float | None = None
     thread_cpu_us: float | None = None
-    yardstick_us: float | None = None
     connector_calls: dict[str, int] | None = None
     connector_us: dict[str, float] | None = None
     connector_self_us: dict[str, float] | None = None
@@ -69,9 +61,10 @@ class EngineStep(msgspec.Struct, omit_defaults=True, gc=False):
 # free_blocks, time spent aside until then, calls of schedule(). Times are in ns.
 Scheduled = tuple[Any, ...]
 # The step's update: began and ended, its CPU time and that of the whole step, the time
-# spent aside until then, the calls of the update, and the CPU time of the yardstick
-# after it.
-Updated = tuple[int, int, int, "int | None", int, Calls, "int | None"]
+# spent aside until then, and the calls of the update.
+Updated = tuple[int, int, int, "int | None", int, Calls]
+# No step.
+NEVER = -2
 
 
 class EngineRecorder:
@@ -83,17 +76,22 @@ class EngineRecorder:
     """
 
     __slots__ = (
+        "_append",
         "_aside_ns",
         "_block_pool",
-        "_clocks_step",
+        "_cache_of",
+        "_clocks",
         "_count_waiting",
         "_cpu_read_after",
         "_dp_rank",
-        "_drawn_for_cpu",
-        "_drawn_to_record",
+        "_draw_at",
+        "_every",
         "_file",
+        "_first_step",
         "_gave_up",
+        "_next_recorded",
         "_open",
+        "_recorded",
         "_requests",
         "_schedule",
         "_scheduler",
@@ -103,7 +101,6 @@ class EngineRecorder:
         "_threads_before",
         "_timer",
         "_update",
-        "_yardstick",
         "life",
         "next_step_id",
     )
@@ -115,30 +112,39 @@ class EngineRecorder:
         self._dp_rank = getattr(parallel, "data_parallel_index", rank)
         self.life = new_life(self._dp_rank)
         self._timer = timer_of("SCHEDULER")
-        self._timer.thread = threading.get_ident()
+        self._timer.work_in(threading.get_ident())
         self._scheduler = scheduler = engine_core.scheduler
         self._count_waiting = _count_waiting(scheduler)
         self._block_pool = _block_pool(scheduler)
+        self._cache_of = _cache_of(self._block_pool)
         self._threads_before = threads_of_executor()
         self._file: RecordFile | None = None
         self._threads: ThreadsFile | None = None
+        self._append: Callable[[Any], None] = self._append_first
         self.next_step_id = 0
         self._gave_up = False
         # Steps scheduled and not updated yet.
         self._open: dict[int, Scheduled] = {}
-        self._drawn_to_record, self._drawn_for_cpu = Draw(STEPS_EVERY), Draw(CPU_EVERY)
-        # The next step of which it must be decided whether CPU clocks are read.
-        self._clocks_step = 0
         # Time spent after steps had ended, while others were open.
         self._aside_ns = 0
-        # The thread's CPU clock when it was read last, and the step that ended then.
-        self._thread_cpu_ns, self._thread_cpu_step = 0, -2
-        self._cpu_read_after: set[int] = set()
-        self._yardstick = Yardstick() if has_yardstick() else None
+        self.draw_anew(STEPS_EVERY)
         self._schedule, self._update = scheduler.schedule, scheduler.update_from_output
         self._requests = RequestRecorder(self.life, scheduler)
         self.attach()
         at_exit(self.close)
+
+    def draw_anew(self, every: int) -> None:
+        """Record one step in `every` from here on, the next step among the first."""
+        self._every, self._first_step = every, self.next_step_id
+        self._recorded = Draw(every)
+        self._next_recorded = self._first_step + self._recorded.next
+        # Those of the recorded steps, by their number, that have CPU clocks.
+        self._clocks = Draw(max(CPU_EVERY // every, 1))
+        # The next step of which it must be decided.
+        self._draw_at = self._first_step
+        # The thread's CPU clock when it was read last, and the step that ended then.
+        self._thread_cpu_ns, self._thread_cpu_step = 0, NEVER
+        self._cpu_read_after: set[int] = set()
 
     def attach(self) -> None:
         """Record the steps from here on."""
@@ -151,6 +157,7 @@ class EngineRecorder:
         put(self._scheduler, "schedule", self._schedule)
         put(self._scheduler, "update_from_output", self._update)
         self._requests.detached = True
+        self._timer.turn_off()
 
     def close(self) -> None:
         """Write what is left."""
@@ -161,8 +168,15 @@ class EngineRecorder:
 
     def _timed_schedule(self, *args: Any, **kwargs: Any) -> Any:
         step_id = self.next_step_id
+        if step_id != self._next_recorded:
+            return self._unrecorded_schedule(step_id, args, kwargs)
+        timer = self._timer
+        if not timer.on:
+            timer.turn_on()
         # Reading the CPU clock takes longer than any other: not in schedule_us.
-        cpu_ns = self._draw_clocks(step_id) if step_id >= self._clocks_step else 0
+        cpu_ns = 0
+        if step_id >= self._draw_at and self._draw_clocks(step_id):
+            cpu_ns = thread_cpu_ns()
         began_ns = now_ns()
         # A call without * takes half as long.
         more = args or kwargs
@@ -172,14 +186,13 @@ class EngineRecorder:
             if cpu_ns:
                 cpu_ns = thread_cpu_ns() - cpu_ns
             output.step_id = step_id
+            output.records_life = self.life
             self.next_step_id = step_id + 1
-            timer = self._timer
+            if self._every == 1:
+                self._next_recorded = step_id + 1
             calls = timer.take() if timer.calls or timer.frequent else ()
             if self._requests.with_external_kv:
                 self._requests.note_scheduled()
-            if STEPS_EVERY > 1 and not self._drawn_to_record.is_chosen(step_id):
-                return output
-            output.records_life = self.life
             scheduled = output.num_scheduled_tokens
             tokens, requests = output.total_num_scheduled_tokens, len(scheduled)
             # A running request's last prompt chunk of one token counts as a decode: it
@@ -200,7 +213,7 @@ class EngineRecorder:
             pool = self._block_pool
             if pool is not None:
                 # A reset of the prefix cache makes a new map.
-                cache_size = len(pool.cached_block_hash_to_block)
+                cache_size = len(self._cache_of(pool))
                 free_blocks = pool.free_block_queue.num_free_blocks
             self._open[step_id] = (
                 step_id,
@@ -225,10 +238,26 @@ class EngineRecorder:
             self._give_up()
         return output
 
+    def _unrecorded_schedule(
+        self, step_id: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        output = self._schedule(*args, **kwargs)
+        try:
+            output.step_id = step_id
+            self.next_step_id = step_id + 1
+            if self._timer.on:
+                # Of no step that is recorded.
+                self._timer.take()
+            if self._requests.with_external_kv:
+                self._requests.note_scheduled()
+        except Exception:
+            self._give_up()
+        return output
+
     def _timed_update(
         self, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        step_id = getattr(scheduler_output, "step_id", -1)
+        step_id = getattr(scheduler_output, "step_id", NEVER)
         step = self._open.pop(step_id, None)
         requests = self._requests
         try:
@@ -263,28 +292,38 @@ class EngineRecorder:
             if requests.without_token:
                 requests.note_first_tokens(step_id)
             timer = self._timer
-            calls = timer.take() if timer.calls or timer.frequent else ()
-            if step is not None:
-                times_ns = began_ns, ended_ns, cpu_ns, step_cpu_ns, self._aside_ns
-                yardstick_ns = None
-                if self._yardstick is not None and self._yardstick.is_due(step_id):
-                    yardstick_ns = self._time_yardstick(self._yardstick)
-                self._append((step, (*times_ns, calls, yardstick_ns)))
+            if timer.on:
+                calls = timer.take() if timer.calls or timer.frequent else ()
+                if step is not None:
+                    times_ns = began_ns, ended_ns, cpu_ns, step_cpu_ns, self._aside_ns
+                    self._append((step, (*times_ns, calls)))
+                if self._every > 1 and not self._open:
+                    timer.turn_off()
             if step_id != self.next_step_id - 1:
                 self._aside_ns += now_ns() - ended_ns
         except Exception:
             self._give_up()
         return outputs
 
-    def _draw_clocks(self, step_id: int) -> int:
-        """Return the thread's CPU clock if this step is drawn for it, otherwise 0."""
-        drawn = self._drawn_for_cpu
-        chosen = drawn.is_chosen(step_id)
-        if drawn.next - step_id <= 1:
+    def _draw_clocks(self, step_id: int) -> bool:
+        """Return whether a step that is recorded has CPU clocks; draw the next ones."""
+        every, first = self._every, self._first_step
+        number = (step_id - first) // every
+        has_clocks = number == self._clocks.next
+        if has_clocks:
+            self._clocks.go_on()
             self._cpu_read_after.add(step_id)
-        self._clocks_step = step_id + 1 if chosen else max(drawn.next - 1, step_id + 1)
-        self._timer.draw(chosen)
-        return thread_cpu_ns() if chosen else 0
+        if every > 1:
+            self._next_recorded = next_step = first + self._recorded.go_on()
+            self._draw_at = next_step
+        else:
+            next_step = step_id + 1
+            self._draw_at = max(first + self._clocks.next - 1, next_step)
+        if number + 1 == self._clocks.next:
+            # Its time is what has passed since the step before.
+            self._cpu_read_after |= {next_step - 1, next_step}
+        self._timer.draw(has_clocks)
+        return has_clocks
 
     def _give_up(self) -> None:
         """Detach: the engine must serve all the same."""
@@ -311,33 +350,24 @@ class EngineRecorder:
             return None
         return self._thread_cpu_ns - before_ns
 
-    def _time_yardstick(self, yardstick: Yardstick) -> int:
-        """Return the CPU time of the yardstick's work in ns, which is no step's."""
-        before_ns = thread_cpu_ns()
-        yardstick.work()
-        took_ns = thread_cpu_ns() - before_ns
-        self._thread_cpu_ns += took_ns
-        return took_ns
-
-    def _append(self, step: tuple[Scheduled, Updated | None]) -> None:
-        if self._file is None:
-            schema = "kvtax.engine_step/1"
-            self._file = RecordFile(
-                self.life, "engine_step", schema, self._header, self._finished
-            )
-            self._threads = ThreadsFile(
-                self.life, lambda: self.next_step_id - 1, self._threads_before
-            )
-        self._file.append(step)
+    def _append_first(self, step: tuple[Scheduled, Updated | None]) -> None:
+        """Begin the files, and append the first step."""
+        schema = "kvtax.engine_step/1"
+        self._file = RecordFile(
+            self.life, "engine_step", schema, self._header, self._finished
+        )
+        self._threads = ThreadsFile(
+            self.life, lambda: self.next_step_id - 1, self._threads_before
+        )
+        self._append = self._file.append
+        self._append(step)
 
     def _header(self) -> dict[str, Any]:
         return {
             "dp_rank": self._dp_rank,
             "every": STEPS_EVERY,
             "cpu_every": CPU_EVERY,
-            "connectors": self._timer.connectors,
-            "methods": self._timer.methods,
-            "not_timed": self._timer.not_timed,
+            **self._timer.header(),
         }
 
     def _finished(self, step: tuple[Scheduled, Updated | None]) -> EngineStep:
@@ -359,24 +389,25 @@ class EngineRecorder:
             aside_ns,
             calls,
         ) = scheduled
-        step_us = update_us = update_cpu_us = step_cpu_us = yardstick_us = None
+        step_us = update_us = update_cpu_us = step_cpu_us = None
+        cost = wrapper_cost()
+        schedule_ns = ended_ns - began_ns - cost.of(calls, began_ns, ended_ns)
         if updated is not None:
-            update_ns, updated_ns, update_cpu_ns, step_cpu_ns = updated[:4]
-            until_ns, more, yardstick_ns = updated[4:]
-            update_us = (updated_ns - update_ns) / 1e3
+            update_ns, updated_ns, update_cpu_ns, step_cpu_ns, until_ns, more = updated
+            if more:
+                calls = (*calls, *more)
+            in_update_ns = cost.of(calls, update_ns, updated_ns)
+            update_us = (updated_ns - update_ns - in_update_ns) / 1e3
             step_us = (updated_ns - began_ns - until_ns + aside_ns) / 1e3
+            step_us -= cost.of(calls, began_ns, updated_ns) / 1e3
             if update_cpu_ns:
                 update_cpu_us = update_cpu_ns / 1e3
             if step_cpu_ns is not None:
                 step_cpu_us = step_cpu_ns / 1e3
-            if yardstick_ns is not None:
-                yardstick_us = yardstick_ns / 1e3
-            if more:
-                calls = (*calls, *more)
         record = EngineStep(
             step_id,
             began_ns,
-            (ended_ns - began_ns) / 1e3,
+            schedule_ns / 1e3,
             None,
             step_us,
             update_us,
@@ -391,36 +422,10 @@ class EngineRecorder:
             cpu_ns / 1e3 if cpu_ns else None,
             update_cpu_us,
             step_cpu_us,
-            yardstick_us,
         )
         if calls:
             fill(record, calls, self._timer.methods, FIELDS)
         return record
-
-
-class Yardstick:
-    """Fixed work like that of a walk over all cached block hashes.
-
-    Its CPU time is how slow the machine is for such work.
-    """
-
-    __slots__ = ("_drawn", "_keys", "_known")
-
-    def __init__(self):
-        draw = random.Random(0)
-        self._keys = {draw.randbytes(KEY_BYTES): None for _ in range(YARDSTICK_KEYS)}
-        self._known = set(self._keys)
-        self._drawn = Draw(YARDSTICK_EVERY)
-
-    def is_due(self, step: int) -> bool:
-        """Return whether the work follows a step; steps count up from 0."""
-        return self._drawn.is_chosen(step)
-
-    def work(self) -> None:
-        """Find the keys that came and went, as a walk does: none."""
-        current = set(self._keys)
-        _ = current - self._known, self._known - current
-        self._known = current
 
 
 def _count_waiting(scheduler: Any) -> Callable[[Any], int] | None:
@@ -441,6 +446,14 @@ def _block_pool(scheduler: Any) -> Any:
     except (AttributeError, TypeError):
         return None
     return pool
+
+
+def _cache_of(pool: Any) -> Callable[[Any], Any]:
+    """Return what gives the pool's map of cached blocks: a dict is counted at once."""
+    blocks = getattr(pool, "cached_block_hash_to_block", None)
+    if isinstance(getattr(blocks, "_cache", None), dict):
+        return attrgetter("cached_block_hash_to_block._cache")
+    return attrgetter("cached_block_hash_to_block")
 
 
 def _prefill_tokens(
@@ -468,4 +481,4 @@ def _prefill_tokens(
 
 def _is_prefill(request: Any, count: int) -> bool:
     # schedule() has advanced num_computed_tokens past this step already.
-    return request.num_computed_tokens - count < request.num_prompt_tokens
+    return bool(request.num_computed_tokens - count < request.num_prompt_tokens)

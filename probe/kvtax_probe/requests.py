@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """engine_request.jsonl: the life of each request, and in which engine steps.
 
-Request ids are hashed, unless KVTAX_REQUEST_IDS is "plain".
+Request ids are hashed with a key of the engine's life, which is a file beside the
+records, unless KVTAX_REQUEST_IDS is "plain".
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
+import secrets
 import time
 from collections.abc import Callable, Iterable
 from types import MethodType
@@ -17,7 +19,8 @@ from typing import Any
 import msgspec
 
 from .connector import shadow
-from .files import RecordFile
+from .files import RecordFile, records_directory
+from .folder import KEY_FILE, LifeFolder
 from .settings import has_plain_ids
 
 logger = logging.getLogger("vllm.kvtax_probe")
@@ -44,8 +47,8 @@ class RequestRecord(msgspec.Struct, omit_defaults=True, gc=False):
     external_tokens: int | None = None
     output_tokens: int = 0
     preemptions: int = 0
-    preempted_steps: list[int] = []
-    kv_wait_ns: list[int] = []
+    preempted_steps: list[int] | None = None
+    kv_wait_ns: list[int] | None = None
 
 
 # Puts a call on a scheduler; its class may guard attributes by a __setattr__.
@@ -62,11 +65,13 @@ class RequestRecorder:
     def __init__(self, life: str, scheduler: Any):
         self._life = life
         self._plain_ids = has_plain_ids()
+        self._key = secrets.token_bytes(16)
         self._scheduler = scheduler
         self._file: RecordFile | None = None
         self.detached = True
         self._open: dict[str, RequestRecord] = {}
-        self.without_token: set[str] = set()
+        # Requests that have begun, and have no token yet.
+        self.without_token: dict[str, Any] = {}
         # Requests that got blocks for the connector's KV in this step, and when.
         self.with_external_kv: list[tuple[Any, int]] = []
         # The step whose update runs.
@@ -86,8 +91,8 @@ class RequestRecorder:
         for request, t_ns in self.with_external_kv:
             record = self._open.get(request.request_id)
             waits = request.status.name == "WAITING_FOR_REMOTE_KVS"
-            if record is not None and waits and len(record.kv_wait_ns) % 2 == 0:
-                record.kv_wait_ns = [*record.kv_wait_ns, t_ns]
+            if record is not None and waits and len(record.kv_wait_ns or ()) % 2 == 0:
+                record.kv_wait_ns = [*(record.kv_wait_ns or ()), t_ns]
         self.with_external_kv.clear()
 
     def note_started(self, step_id: int, scheduler_output: Any) -> None:
@@ -100,22 +105,21 @@ class RequestRecorder:
         for request_id in scheduler_output.preempted_req_ids or ():
             record = self._open.get(request_id)
             if record is not None:
-                record.preempted_steps = [*record.preempted_steps, step_id]
+                record.preempted_steps = [*(record.preempted_steps or ()), step_id]
 
     def note_received(self, request_ids: Iterable[str]) -> None:
         """Note the requests whose KV has come."""
         for request_id in request_ids:
             record = self._open.get(request_id)
-            if record is not None and len(record.kv_wait_ns) % 2:
+            if record is not None and record.kv_wait_ns and len(record.kv_wait_ns) % 2:
                 record.kv_wait_ns.append(now_ns())
 
     def note_first_tokens(self, step_id: int) -> None:
         """Note the requests that got their first token in the step."""
-        for request_id in list(self.without_token):
-            request = self._scheduler.requests.get(request_id)
-            if request is not None and request.num_output_tokens:
+        for request_id, request in list(self.without_token.items()):
+            if request.num_output_tokens:
                 self._open[request_id].first_token_step = step_id
-                self.without_token.discard(request_id)
+                del self.without_token[request_id]
 
     def _preceded(
         self, call: Callable[..., Any], first: Callable[[Any], None]
@@ -166,7 +170,7 @@ class RequestRecorder:
                 self._life,
                 "engine_request",
                 "kvtax.engine_request/1",
-                lambda: {"ids": "plain" if self._plain_ids else "hashed"},
+                self._header,
                 self._finished,
             )
         if request.request_id in self._open:
@@ -189,10 +193,9 @@ class RequestRecorder:
         record.output_tokens = request.num_output_tokens
         record.preemptions = request.num_preemptions
         record.finish_reason = request.get_finished_reason()
-        if request.request_id in self.without_token:
-            self.without_token.discard(request.request_id)
-            if request.num_output_tokens:
-                record.first_token_step = self.step_id
+        waited = self.without_token.pop(request.request_id, None) is not None
+        if waited and record.output_tokens:
+            record.first_token_step = self.step_id
         self._file.append(record)
 
     def _note_first_step(self, step_id: int, request_id: str, request: Any) -> None:
@@ -204,7 +207,7 @@ class RequestRecorder:
             self._note_resumed(step_id, request_id)
             return
         record.first_step = step_id
-        self.without_token.add(request_id)
+        self.without_token[request_id] = request
         # From 0.20 on in PrefillStats, until the first output takes it.
         stats = getattr(request, "prefill_stats", None)
         if stats is not None:
@@ -216,8 +219,18 @@ class RequestRecorder:
 
     def _note_resumed(self, step_id: int, request_id: str) -> None:
         record = self._open.get(request_id)
-        if record is not None and len(record.preempted_steps) % 2:
+        if record is None or record.preempted_steps is None:
+            return
+        if len(record.preempted_steps) % 2:
             record.preempted_steps.append(step_id)
+
+    def _header(self) -> dict[str, Any]:
+        """Return the header's fields of ids, and write their key beside the file."""
+        if self._plain_ids:
+            return {"ids": "plain"}
+        folder = LifeFolder(records_directory() / self._life)
+        folder.write_once(KEY_FILE, self._key.hex().encode())
+        return {"ids": "keyed"}
 
     def _finished(self, record: RequestRecord) -> RequestRecord:
         """Finish a record, away from the engine's thread."""
@@ -232,4 +245,4 @@ class RequestRecorder:
         name = _SUFFIX.sub("", request_id)
         if self._plain_ids:
             return name
-        return hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
+        return hashlib.blake2b(name.encode(), digest_size=8, key=self._key).hexdigest()

@@ -63,14 +63,6 @@ def has_plain_ids() -> bool:
     return text == "plain"
 
 
-def has_yardstick() -> bool:
-    """Read whether the engine's thread times a yardstick between steps."""
-    text = os.environ.get("KVTAX_YARDSTICK") or "0"
-    if text not in ("0", "1"):
-        logger.error("kvtax: KVTAX_YARDSTICK=%s is unknown, none is timed", text)
-    return text == "1"
-
-
 # One step in so many is recorded, drawn at random.
 STEPS_EVERY = whole_number("KVTAX_STEP_RECORDS_EVERY", 1)
 # One step in so many, drawn at random, has the CPU clocks, whose reading takes longer

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from .connector import Calls, fill, timer_of
+from .connector import Calls, fill, timer_of, wrapper_cost
 from .draw import Draw
 from .files import RecordFile, at_exit
 from .settings import CPU_EVERY, STEPS_EVERY
@@ -85,21 +85,29 @@ class WorkerRecorder:
         # The V2 model runner finishes a step in sample_tokens(), so only the next step
         # tells that this one is complete.
         timer, step_id, file = self._timer, self._step_id, self._file
-        calls = timer.take() if timer.calls or timer.frequent else ()
-        if step_id is not None and file is not None:
-            file.append((step_id, self._began_ns, self.ended_ns, calls))
-            self._step_id = None
-        timer.thread = get_ident()
-        if timer.frequent:
-            timer.draw(self._draw.is_chosen(self._steps))
-            self._steps += 1
+        if timer.on:
+            calls = timer.take() if timer.calls or timer.frequent else ()
+            if step_id is not None and file is not None:
+                file.append((step_id, self._began_ns, self.ended_ns, calls))
+                self._step_id = None
         life = getattr(scheduler_output, "records_life", None)
-        if life is not None:
-            if life != self._life:
-                self._begin_file(life)
-            self._step_id = scheduler_output.step_id
-            self.ended_ns = 0
-            self._began_ns = now_ns()
+        if life is None:
+            if timer.on:
+                timer.turn_off()
+            return
+        if life != self._life:
+            self._begin_file(life)
+        timer.work_in(get_ident())
+        if not timer.on:
+            timer.turn_on()
+        if timer.frequent:
+            number, self._steps = self._steps, self._steps + 1
+            timer.draw(number == self._draw.next)
+            if timer.drawn:
+                self._draw.go_on()
+        self._step_id = scheduler_output.step_id
+        self.ended_ns = 0
+        self._began_ns = now_ns()
 
     def give_up(self) -> None:
         """Record nothing from here on: the worker must serve all the same."""
@@ -123,15 +131,16 @@ class WorkerRecorder:
             "rank": self._rank,
             "stage": self._stage,
             "every": STEPS_EVERY,
-            "connectors": self._timer.connectors,
-            "methods": self._timer.methods,
-            "not_timed": self._timer.not_timed,
+            **self._timer.header(),
         }
 
     def _finished(self, step: Executed) -> WorkerStep:
         """Make a record, away from the worker's thread."""
         step_id, began_ns, ended_ns, calls = step
-        took_us = (ended_ns - began_ns) / 1e3 if ended_ns else None
+        took_us = None
+        if ended_ns:
+            wrappers_ns = wrapper_cost().of(calls, began_ns, ended_ns)
+            took_us = (ended_ns - began_ns - wrappers_ns) / 1e3
         record = WorkerStep(step_id, began_ns, took_us)
         if calls:
             fill(record, calls, self._timer.methods, self._fields)
@@ -145,4 +154,4 @@ def _stage(worker: Any, rank: int) -> int | None:
     ranks = getattr(config, "world_size", None)
     if not stages or not ranks:
         return None
-    return rank % ranks // (ranks // stages)
+    return int(rank % ranks // (ranks // stages))

@@ -3,22 +3,14 @@
 
 from __future__ import annotations
 
-import _thread
-import errno
-import json
 import logging
 import os
-import re
-import shutil
 import statistics
 import subprocess
 import sys
-import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from recorder_lab import (
     METHODS,
@@ -35,11 +27,8 @@ from recorder_lab import (
     run,
     us_of,
 )
-from vllm.kvtax_probe import files, record_engine, settings
+from vllm.kvtax_probe import record_engine, settings
 from vllm.kvtax_probe.engine import EngineRecorder
-from vllm.kvtax_probe.engine import EngineStep as Record
-from vllm.kvtax_probe.files import RecordFile
-from vllm.kvtax_probe.threads import ThreadsFile
 
 from kvtax.engine.null_model import NOOP
 from kvtax.look.instances import read_instances
@@ -51,7 +40,6 @@ from kvtax.records.steps import (
     ThreadTimes,
     only_life,
 )
-from kvtax.steps.step_file import read_steps
 
 PATCHES = ["step_timing_v2"]
 
@@ -328,131 +316,6 @@ def test_methods_of_a_compiled_connector_are_timed_or_named(
     assert not_timed == {"scheduler.of_an_event_loop", "worker.of_an_event_loop"}
 
 
-MOST_MB = 0.02
-LIFE = "a life"
-
-
-@pytest.fixture
-def place(tmp_path, monkeypatch) -> Path:
-    """Where records go, that only the test writes."""
-    monkeypatch.setenv("KVTAX_STEP_RECORDS_DIR", str(tmp_path))
-    monkeypatch.setattr(RecordFile, "_run", lambda self: None)
-    return tmp_path
-
-
-def written(steps: int, each: int = 20) -> RecordFile:
-    schema = "kvtax.engine_step/1"
-    file = RecordFile(LIFE, "engine_step", schema, lambda: {"methods": []})
-    for first in range(0, steps, each):
-        write(file, *range(first, min(first + each, steps)))
-    return file
-
-
-def write(file: RecordFile, *steps: int) -> None:
-    for step_id in steps:
-        file.append(Record(step_id, 10**15 + step_id, schedule_us=1.5))
-    file.flush()
-
-
-def step_ids(folder) -> list[int]:
-    path = folder / LIFE / "engine_step.jsonl"
-    return read_steps(path, EngineHeader, ["step_id"]).frame["step_id"].to_list()
-
-
-def test_files_stay_below_the_limit_and_hold_the_newest_steps(place, monkeypatch):
-    monkeypatch.setattr(files, "MAX_BYTES", MOST_MB * 1e6)
-    file = written(2_000)
-    parts = list((place / LIFE).iterdir())
-    assert {part.name for part in parts} == {"engine_step.jsonl", "engine_step.jsonl.1"}
-    # A flush may go over a half by what it writes.
-    assert sum(part.stat().st_size for part in parts) < MOST_MB * 1e6 * 1.2
-    found = step_ids(place)
-    assert found == list(range(found[0], 2_000))
-    assert 100 < len(found) < 2_000
-    assert not file._failed_s
-    first, second = (json.loads(part.read_text().partition("\n")[0]) for part in parts)
-    for name in ("schema", "life", "pid", "methods"):
-        assert first[name] == second[name]
-
-
-def test_a_file_that_is_too_old_is_begun_anew(place, monkeypatch):
-    monkeypatch.setattr(files, "MAX_S", 7_200)
-    file = written(100)
-    file._began_s -= 3_700
-    write(file, 100)
-    assert (place / LIFE / "engine_step.jsonl.1").is_file()
-    assert step_ids(place) == list(range(101))
-
-
-def test_a_folder_that_is_removed_is_made_anew(place):
-    file = written(100)
-    shutil.rmtree(place / LIFE)
-    write(file, 100)
-    assert step_ids(place) == [100]
-
-
-def said_of(file: RecordFile, logged: list[str]) -> list[str]:
-    """Messages of this file: threads of engines before may write theirs."""
-    return [message for message in logged if str(file.path) in message]
-
-
-def test_a_disk_that_is_full_at_a_new_file_leaves_the_records(
-    place, monkeypatch, logged
-):
-    file = written(100)
-    monkeypatch.setattr(files, "MAX_BYTES", 1)
-    os_write = os.write
-
-    def full(descriptor, data):
-        if data.startswith(b'{"schema"'):
-            os_write(descriptor, data[:20])
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return os_write(descriptor, data)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(files.os, "write", full)
-        for step_id in (100, 101):
-            write(file, step_id)
-        names = [part.name for part in (place / LIFE).iterdir()]
-        assert names == ["engine_step.jsonl"]
-        assert step_ids(place) == list(range(100))
-    file.flush()
-    assert step_ids(place) == list(range(102))
-    assert "records lost: 0" in said_of(file, logged)[1]
-
-
-@pytest.mark.parametrize("waiting", [10_000, 30])
-def test_a_disk_that_is_full_for_a_while_leaves_whole_records_and_two_messages(
-    place, monkeypatch, logged, waiting
-):
-    monkeypatch.setattr(files, "MOST_WAITING", waiting)
-    file = written(100)
-    os_write = os.write
-    room = [50]
-
-    def full(descriptor, data):
-        if not room[0]:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        taken = os_write(descriptor, data[: room[0]])
-        room[0] -= taken
-        return taken
-
-    with monkeypatch.context() as patch:
-        patch.setattr(files.os, "write", full)
-        for step_id in range(100, 200):
-            write(file, step_id)
-            # No torn line, so whoever reads meanwhile finds whole records.
-            assert step_ids(place) == list(range(100))
-    write(file, 200)
-    # The first batch was encoded; after it the newest stay.
-    lost = max(0, 99 - waiting)
-    kept = [*range(101), *range(101 + lost, 201)]
-    assert step_ids(place) == kept
-    cannot, could_not = said_of(file, logged)
-    assert "cannot be written" in cannot
-    assert re.search(r"from \S+ to \S+; records lost: (\d+)", could_not)[1] == str(lost)
-
-
 @pytest.fixture
 def logged():
     """Messages of the recorder, whether vLLM lets others hear them or not."""
@@ -461,111 +324,6 @@ def logged():
     settings.logger.addHandler(handler)
     yield messages
     settings.logger.removeHandler(handler)
-
-
-def numbers_of(step_id: int) -> Record:
-    count = np.int64(step_id)
-    return Record(step_id, 10**15, 1.5, running=count, cache_size=count)
-
-
-def test_counts_of_a_scheduler_that_uses_numpy_are_written(place):
-    file = written(1)
-    file.append(numbers_of(5))
-    file.flush()
-    path = place / LIFE / "engine_step.jsonl"
-    last = read_lines(path, EngineHeader, EngineStep).records[-1]
-    assert (last.running, last.cache_size) == (5, 5)
-
-
-def test_a_file_whose_header_cannot_be_written_serves_on(place):
-    file = RecordFile(
-        LIFE, "engine_step", "kvtax.engine_step/1", lambda: {"a": "\udcff"}
-    )
-    file.append(Record(1, 1, 1.5))
-    file.flush()
-    assert not [*place.rglob("*.jsonl*")]
-
-
-def test_records_that_a_hanging_disk_keeps_waiting_are_bounded(place, monkeypatch):
-    monkeypatch.setattr(files, "MOST_PENDING", 50)
-    messages = []
-    monkeypatch.setattr(files.logger, "error", lambda *told: messages.append(told))
-    file = written(120, each=120)
-    assert step_ids(place) == list(range(70, 120))
-    assert [path for _, path in messages] == [file.path]
-
-
-def test_a_thread_whose_name_is_cut_off_in_a_character_is_recorded(place):
-    begun, ended = threading.Event(), threading.Event()
-
-    def work():
-        Path("/proc/thread-self/comm").write_bytes("äöüßäöüß".encode()[:15])
-        begun.set()
-        ended.wait()
-
-    # Not a thread of `threading`, which would know its name.
-    _thread.start_new_thread(work, ())
-    begun.wait()
-    file = ThreadsFile(LIFE, lambda: 7, set())
-    file.flush()
-    ended.set()
-    assert not file._failed_s
-    path = place / LIFE / "threads.jsonl"
-    (record,) = read_lines(path, ThreadsHeader, ThreadTimes).records
-    assert any(name.startswith("äöüßäöü") for name in record.threads)
-
-
-def test_threads_of_an_idle_engine_are_recorded_every_ten_seconds(place):
-    file = ThreadsFile(LIFE, lambda: 7, set())
-    for idle_s in (0, 5, 4, 2, 5):
-        file._recorded_s -= idle_s
-        file.flush()
-    path = place / LIFE / "threads.jsonl"
-    records = read_lines(path, ThreadsHeader, ThreadTimes).records
-    assert [record.step_id for record in records] == [7, 7]
-
-
-def test_a_writer_killed_between_two_names_leaves_records_that_are_read(
-    place, monkeypatch
-):
-    file = written(100)
-    monkeypatch.setattr(files, "MAX_BYTES", 1)
-    replace = os.replace
-
-    def killed(source, target):
-        if str(source).endswith(".new"):
-            raise KeyboardInterrupt
-        replace(source, target)
-
-    monkeypatch.setattr(files.os, "replace", killed)
-    with pytest.raises(KeyboardInterrupt):
-        write(file, 100)
-    assert only_life(place) == place / LIFE
-    assert step_ids(place) == list(range(100))
-
-
-BAD_LABELS = ["x", "[1]", "NaN", '{"a": "\\ud800"}', '{"a":' + "[" * 100_000]
-
-
-@pytest.mark.parametrize("number", [0, 1, 2, 3, 4])
-def test_a_label_that_cannot_be_written_is_named_and_left_out(
-    monkeypatch, logged, number
-):
-    monkeypatch.setenv("KVTAX_STEP_RECORDS_LABEL", BAD_LABELS[number])
-    assert settings.label() == {}
-    (message,) = logged
-    assert "KVTAX_STEP_RECORDS_LABEL is no JSON object" in message
-
-
-def test_an_unknown_kind_of_ids_is_named_and_ids_are_hashed(monkeypatch, logged):
-    for text, plain in (("", False), ("plain", True), ("hashed", False)):
-        monkeypatch.setenv("KVTAX_REQUEST_IDS", text)
-        assert settings.has_plain_ids() == plain
-    assert not logged
-    monkeypatch.setenv("KVTAX_REQUEST_IDS", "PLAIN")
-    assert not settings.has_plain_ids()
-    (message,) = logged
-    assert "KVTAX_REQUEST_IDS=PLAIN is unknown" in message
 
 
 def broken(recorder, *arguments):
@@ -578,7 +336,7 @@ FAULTS = [
     "requests.RequestRecorder._finish",
     "requests.RequestRecorder.note_started",
     "engine._prefill_tokens",
-    "engine.EngineRecorder._append",
+    "engine.EngineRecorder._append_first",
     "connector.ConnectorTimer.take",
 ]
 

@@ -20,7 +20,8 @@ from kvtax.engine import null_engine
 from kvtax.records.files import Lines
 from kvtax.records.requests import (
     EngineRequest,
-    ids_of_completion,
+    hashed_id,
+    key_of_ids,
     read_engine_requests,
 )
 from kvtax.records.steps import only_life
@@ -238,11 +239,11 @@ def test_ids_are_hashed_and_lose_what_vllm_added(model, tmp_path):
         engine.run_to_end()
         name = engine.core._kvtax_recorder._requests._name
     lines = recorded(tmp_path)
-    assert lines.header.ids == "hashed"
+    assert lines.header.ids == "keyed"
     assert lines.records[0].id == name("0") != "0"
-    # printf chatcmpl-mine | b2sum -l 64
-    assert name("chatcmpl-mine-0a1b2c3d") == name("chatcmpl-mine") == "ab5f599a47caf3c2"
-    assert name("cmpl-s/0-0-0a1b2c3d") == ids_of_completion("s/0")[1]
+    key = key_of_ids(only_life(tmp_path))
+    assert name("chatcmpl-mine-0a1b2c3d") == hashed_id("chatcmpl-mine", key)
+    assert name("cmpl-s/0-0-0a1b2c3d") == hashed_id("cmpl-s/0-0", key)
 
 
 def recorded(folder: Path) -> Lines:
