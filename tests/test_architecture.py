@@ -83,9 +83,10 @@ ROOMS: dict[str, set[str]] = {
 }
 # What each process that imports it pays for.
 HEAVY = {"torch", "transformers", "vllm"}
-# What is launched where nobody names a config, and a word of a file format.
+# What is launched where nobody names a config, and words of a variable and of a format.
 NAMED_FOR_A_REASON = (
     "kvtax/engine/connector.py",
+    "kvtax/engine/environment.py",
     "fleet/src/kvtax_fleet/records/instances.py",
 )
 
