@@ -96,6 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Look at the records; raises LookError, RecordsError and OSError."""
     from kvtax.look import actions
     from kvtax.look.perfetto import Window
+    from kvtax.report.render import visible
 
     first, *others = arguments.records
     if arguments.from_s > arguments.to_s:
@@ -122,6 +123,6 @@ def run(arguments: argparse.Namespace) -> int:
             if file := getattr(arguments, option):
                 actions.check_writable(file, f"--{option}")
         warnings = actions.show(first, out, arguments.perfetto, window)
-        print(f"wrote {out}: all tables, and each moment")
+        print(f"wrote {visible(str(out))}: all tables, and each moment")
     is_bad = any(warning.kind in actions.BAD_INPUT for warning in warnings)
     return Exit.BAD_INPUT if is_bad else Exit.GOOD

@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from . import engine
 from .errors import (
@@ -54,12 +54,18 @@ def main(
         code = run(parser.parse_args(parser.given), repository)
         sys.stdout.flush()
     except BlockPatchError as error:
-        print(f"refused: {error}", file=sys.stderr)
+        show(f"refused: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:  # the reader left early; the action is done
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE
     return code
+
+
+def show(text: str, file: TextIO | None = None) -> None:
+    """Print a text without signs that a terminal would obey."""
+    shown = (sign if sign.isprintable() or sign in "\n\t" else "?" for sign in text)
+    print("".join(shown), file=file)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -148,7 +154,7 @@ def run(args: argparse.Namespace, repository: Path) -> int:
     code = _put(select(load_patches(folder), names), args, repository)
     if not args.patch and not code and args.action != "diff":
         others = ", ".join(name for name in sets if name != DEFAULT_SET) or "none"
-        print(f"set {DEFAULT_SET}; --patch takes other sets, too: {others}")
+        show(f"set {DEFAULT_SET}; --patch takes other sets, too: {others}")
     return code
 
 
@@ -237,7 +243,7 @@ def _put(patches: list[Patch], args: argparse.Namespace, repository: Path) -> in
     except BlockPatchError as error:
         if args.action != "check":
             raise
-        print(f"does not fit: {error}")
+        show(f"does not fit: {error}")
         return REFUSED
     if args.action == "apply":
         plans = [engine.apply(*job) for job in jobs]
@@ -253,20 +259,20 @@ def _put(patches: list[Patch], args: argparse.Namespace, repository: Path) -> in
 
 def report(tree: Tree, plan: Plan, action: str) -> None:
     """Print what `action` did to the tree, or would do to it (`check`)."""
-    print(title(tree))
+    show(title(tree))
     if plan.removed:
-        print(f"  reverted: {', '.join(plan.removed)}")
+        show(f"  reverted: {', '.join(plan.removed)}")
     for change in plan.changes:
         would = "would be " if action == "check" else ""
-        print(f"  {would}{change.kind}: {change.path}")
+        show(f"  {would}{change.kind}: {change.path}")
     if not plan.changes:
         state = "not applied" if action == "revert" else "already applied"
-        print(f"  nothing to do, {state}")
+        show(f"  nothing to do, {state}")
     if plan.note:
-        print(f"  {plan.note}")
+        show(f"  {plan.note}")
     if plan.left:
         left = ", ".join(plan.left)
-        print(
+        show(
             f"  still in the tree: {left} (--revert --patch {EVERYTHING} takes all out)"
         )
 
@@ -282,21 +288,21 @@ def report_fit(
     for patch in patches:
         tested = patch.tested(releases)
         if tree.version and tree.version.partition("+")[0] in tested:
-            print(f"  {patch.name}: fits; {tree.version} is a tested release")
+            show(f"  {patch.name}: fits; {tree.version} is a tested release")
         else:
-            print(
+            show(
                 f"  {patch.name}: fits, but is not tested on this release "
                 f"({', '.join(tested) or 'none'} are)"
             )
         if left := dict.fromkeys(plan.unfit.get(patch.name, ())):
-            print(f"    left out, for other code than this: {', '.join(left)}")
+            show(f"    left out, for other code than this: {', '.join(left)}")
         _report_relations(patch, present)
 
 
 def _report_relations(patch: Patch, present: set[str]) -> None:
     for kind, other, why in patch.relations:
         there = "there" if other in present else "not there"
-        print(f"    {kind} {other} ({there}): {why}")
+        show(f"    {kind} {other} ({there}): {why}")
 
 
 def _applied(statuses: Mapping[str, engine.PatchStatus]) -> set[str]:
@@ -336,21 +342,21 @@ def _status(
     damaged: list[str] = []
     packages = [patch.package for patch in known.values()]
     for tree in _trees(packages, args.target, repository):
-        print(title(tree))
+        show(title(tree))
         if left := pending(tree):
-            print(f"  interrupted: {left}")
+            show(f"  interrupted: {left}")
         mine = [patch for patch in known.values() if patch.package == tree.package]
         statuses = engine.status(tree, mine, damaged)
         for name, status in statuses.items():
             if shown and name not in shown:
                 continue
-            print(f"  {name}: {_state(status)}")
+            show(f"  {name}: {_state(status)}")
             if name in known and status.files:
                 _report_relations(known[name], _applied(statuses))
     for name, members in sets.items():
-        print(f"set {name}: {', '.join(members)}")
+        show(f"set {name}: {', '.join(members)}")
     for why in damaged:
-        print(f"damaged: {why}", file=sys.stderr)
+        show(f"damaged: {why}", file=sys.stderr)
     return REFUSED if damaged else 0
 
 
@@ -370,10 +376,10 @@ def _list(
 ) -> None:
     for patch in known.values():
         values = "".join(f", {k}={v!r}" for k, v in patch.parameters.items())
-        print(f"{patch.name} ({patch.package}{values}): {patch.summary}")
+        show(f"{patch.name} ({patch.package}{values}): {patch.summary}")
         tested = ", ".join(patch.tested(releases)) or "no release"
-        print(f"  tested with {tested}; sha256 {patch.sha256[:16]}")
+        show(f"  tested with {tested}; sha256 {patch.sha256[:16]}")
         for kind, other, why in patch.relations:
-            print(f"  {kind} {other}: {why}")
+            show(f"  {kind} {other}: {why}")
     for name, members in sets.items():
-        print(f"set {name}: {', '.join(members)}")
+        show(f"set {name}: {', '.join(members)}")

@@ -10,7 +10,9 @@ the file is not what it claims to be.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import secrets
 from codecs import BOM_UTF8
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -44,13 +46,16 @@ def decode(path: Path, text: bytes, kind: type[Kind]) -> Kind:
     Raises RecordsError naming both schemas if it is of another one, and
     msgspec.DecodeError if it is no JSON or a field is wrong.
     """
-    found = msgspec.json.decode(text, type=_Named).schema
-    if found != schema_of(kind):
-        raise RecordsError(
-            f"{path}: schema is {found!r}, this reader needs {schema_of(kind)!r}; "
-            "use the kvtax version that wrote the run"
-        )
-    return msgspec.json.decode(text, type=kind)
+    try:
+        schema = msgspec.json.decode(text, type=_Named).schema
+        if schema != schema_of(kind):
+            raise RecordsError(
+                f"{path}: schema is {schema!r}, this reader needs {schema_of(kind)!r}; "
+                "use the kvtax version that wrote the run"
+            )
+        return msgspec.json.decode(text, type=kind)
+    except RecursionError:
+        raise RecordsError(f"{path}: the JSON is nested too deeply") from None
 
 
 def read_document(path: Path, kind: type[Kind]) -> Kind:
@@ -60,7 +65,10 @@ def read_document(path: Path, kind: type[Kind]) -> Kind:
     """
     try:
         with opened(existing(path) or path) as file:
-            return decode(path, file.read(), kind)
+            text = file.read(MOST_BYTES + 1)
+        if len(text) > MOST_BYTES:
+            raise RecordsError(f"{path}: over {MOST_BYTES >> 20} MB of JSON")
+        return decode(path, text, kind)
     except FileNotFoundError:
         raise RecordsError(f"{path}: missing") from None
     except OSError as error:
@@ -91,8 +99,11 @@ def replacing(path: Path) -> Iterator[Path]:
         if path.exists() and not path.is_file():
             yield path
             return
+        if path.is_symlink() and path.lstat().st_uid != os.geteuid():
+            raise OSError(errno.ELOOP, "a link that another user made")
         path = path.resolve()
-        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        # A name that nobody can have put there before.
+        partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
         try:
             yield partial
             partial.replace(path)
@@ -161,7 +172,11 @@ def read_lines(
                         header = decode(path, line.removeprefix(BOM_UTF8), header_kind)
                     else:
                         records.append(decode_record(line))
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                except (
+                    msgspec.DecodeError,
+                    UnicodeDecodeError,
+                    RecursionError,
+                ) as error:
                     wrong = RecordsError(f"{path}:{number}: bad record: {error}")
                     if is_torn(line):
                         torn = wrong
@@ -191,10 +206,14 @@ def is_torn(line: bytes) -> bool:
         msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return True
+    except RecursionError:
+        return False
     return False
 
 
 FLUSH_EVERY_S = 0.25
+# Size of the largest document that is read, unpacked.
+MOST_BYTES = 256 << 20
 
 
 class LineFile:

@@ -10,6 +10,7 @@ import importlib
 import inspect
 import io
 import json
+import os
 import pkgutil
 import threading
 from io import FileIO
@@ -22,7 +23,7 @@ from kvtax_fleet.records.decisions import DecisionRecord
 from kvtax import records
 from kvtax.cli import Exit, main
 from kvtax.cli.fields import formats
-from kvtax.records import RecordsError
+from kvtax.records import RecordsError, files
 from kvtax.records.files import (
     FLUSH_EVERY_S,
     LineFile,
@@ -117,6 +118,38 @@ def test_a_missing_file_and_one_without_a_header_are_errors(tmp_path: Path) -> N
     (tmp_path / "requests.jsonl").write_bytes(b'{"schema":"kvtax.req')
     with pytest.raises(RecordsError, match=r"requests\.jsonl:1: no header"):
         read_requests(tmp_path / "requests.jsonl")
+
+
+def test_deep_and_packed_documents_are_bad_input(tmp_path: Path, monkeypatch) -> None:
+    deep = tmp_path / "deep.json"
+    schema = files.schema_of(ReadsHeader)
+    deep.write_text(f'{{"schema":"{schema}","a":{"[" * 100_000}{"]" * 100_000}}}')
+    with pytest.raises(RecordsError, match=r"deep\.json: .* nested too deeply"):
+        read_document(deep, ReadsHeader)
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text("[" * 100_000 + "\n")
+    with pytest.raises(RecordsError, match=r"lines\.jsonl:1: bad record"):
+        read_lines(lines, ReadsHeader, ReadRecord)
+    monkeypatch.setattr(files, "MOST_BYTES", 1000)
+    packed = tmp_path / "packed.json.gz"
+    packed.write_bytes(gzip.compress(bytes(100_000)))
+    with pytest.raises(RecordsError, match="MB of JSON"):
+        read_document(packed, ReadsHeader)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make another user's link")
+def test_no_file_is_written_through_another_users_link(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("kept")
+    link = tmp_path / "look.html"
+    link.symlink_to(precious)
+    os.chown(link, 65534, 65534, follow_symlinks=False)
+    with pytest.raises(OSError, match="another user"):
+        files.write_whole(link, b"page")
+    assert precious.read_text() == "kept"
+    os.chown(link, os.geteuid(), -1, follow_symlinks=False)
+    files.write_whole(link, b"page")
+    assert precious.read_bytes() == b"page"
 
 
 def test_a_line_file_never_overwrites(path: Path) -> None:
