@@ -230,14 +230,14 @@ def _report(run_dir: Path, out: Path) -> Analysis:
     from microbench.report import report
 
     analysis = report(run_dir, out)
-    page = "" if run_dir.is_file() else f"; open {out / 'report.html'}"
-    print(f"sweep: {out / 'SUMMARY.md'}{page}")
+    print(f"sweep: {out / 'SUMMARY.md'}; open {out / 'report.html'}")
     return analysis
 
 
 def _is_worse(analysis: Analysis, limits: Path | None) -> bool:
     """Print unexpected verdicts and all limits; return whether one is broken."""
-    from kvtax.verdict.comparison import compare, markdown
+    from kvtax.verdict.changes import compare_sweeps
+    from kvtax.verdict.comparison import markdown
     from kvtax.verdict.limits import read_limits
     from kvtax.verdict.roles import outcomes
 
@@ -251,9 +251,9 @@ def _is_worse(analysis: Analysis, limits: Path | None) -> bool:
     if limits is None:
         return bool(unexpected)
     document = analysis.document
-    checks = compare(document, document, read_limits(limits))
-    print(markdown(document, document, checks))
-    return bool(unexpected) or any(check.fails for check in checks)
+    comparison = compare_sweeps(document, document, read_limits(limits))
+    print(markdown(comparison))
+    return bool(unexpected) or any(check.fails for check in comparison.checks)
 
 
 def _on_hosts(arguments: argparse.Namespace) -> Rounds | None:

@@ -12,8 +12,7 @@ the process below which the server is. Exit codes:
   64   the plan is wrong or OUT exists; nothing was sent
   130  stopped by SIGINT, 143 by SIGTERM: the rest is recorded as cancelled
 
-The CPU time and the memory of the server are read at the edges of each hold, and what
-the null model slept, from FORWARDS beside OUT.
+The CPU time and the memory of the server are read at the edges of each hold.
 
 Where the plan asks for it, the driver resets the prefix cache of the idle server, and
 verifies the reset.
@@ -59,7 +58,7 @@ from kvtax.records.requests import (
     RequestRecord,
     RequestsHeader,
 )
-from microbench.server_cpu import FORWARDS, read_cpu
+from microbench.server_cpu import read_cpu
 
 # Four blocks of 128 tokens, the largest default block size, and the one token that
 # is always computed.
@@ -177,8 +176,7 @@ def main(url: str, plan_file: str, out: str, supervisor: str) -> int:
     """Send the requests of the plan; return the exit code."""
     try:
         plan = read_plan(Path(plan_file))
-        forwards = Path(out).with_name(FORWARDS)
-        server = partial(read_cpu, int(supervisor), forwards)
+        server = partial(read_cpu, int(supervisor))
         return asyncio.run(_drive(Run(url, plan, Path(out), server)))
     except PlanError as error:
         return _fail(USAGE, str(error))

@@ -6,57 +6,41 @@ from __future__ import annotations
 import os
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
-
-import numpy as np
 
 from kvtax.records.requests import CpuReading
 
-# File of the null model's account (KVTAX_FORWARD_TOTALS), beside the driver's records.
-FORWARDS = "forwards.int64"
 KIB_PER_PAGE = os.sysconf("SC_PAGE_SIZE") // 1_024
 NS_PER_TICK = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 # Fields of /proc/PID/stat behind the name (proc_pid_stat(5)).
 PARENT, CHILDREN_USER, CHILDREN_SYSTEM = 1, 13, 14
 
 
-def read_cpu(supervisor: int, forward_totals: Path | None = None) -> CpuReading:
+def read_cpu(supervisor: int) -> CpuReading:
     """Read the CPU time and the memory of the processes below `supervisor`.
 
     That of a process has its threads that ended, to the nanosecond, and its children
-    that ended, in ticks of 10 ms. The supervisor waits for orphans. `forward_totals` is
-    the null model's account of its forwards.
+    that ended, in ticks of 10 ms. The supervisor waits for orphans.
     """
     processes = _processes()
     known = processes.get(supervisor)
-    total_ns, threads = known.ended_children_ns if known else 0, dict[int, int]()
-    anonymous_pages = 0
+    total_ns, anonymous_pages = known.ended_children_ns if known else 0, 0
+    ran_ns, waited_ns = dict[int, int](), dict[int, int]()
     for pid in _below(supervisor, processes):
         with suppress(OSError):
             # The clock of a process, as in the kernel's CPUCLOCK_SCHED.
             total_ns += time.clock_gettime_ns((~pid << 3) | 2)
             total_ns += processes[pid].ended_children_ns
-            threads |= _threads_ns(pid)
+            _add_threads(pid, ran_ns, waited_ns)
             _, resident, of_files, *_ = map(int, _read(f"/proc/{pid}/statm").split())
             anonymous_pages += resident - of_files
-    forwards, slept_ns = _forwards(forward_totals)
     return CpuReading(
         time.perf_counter_ns(),
         total_ns,
-        threads,
+        ran_ns,
         anonymous_kib=anonymous_pages * KIB_PER_PAGE,
-        forwards=forwards,
-        slept_ns=slept_ns,
+        waited_ns=waited_ns,
     )
-
-
-def _forwards(totals: Path | None) -> tuple[int | None, int | None]:
-    """Return the number of forwards so far and their sleep; None without a file."""
-    if totals is None or not totals.exists():
-        return None, None
-    forwards, _, slept_ns = np.fromfile(totals, np.int64).tolist()
-    return forwards, slept_ns
 
 
 class _Process(NamedTuple):
@@ -88,15 +72,17 @@ def _below(root: int, processes: dict[int, _Process]) -> list[int]:
     return below
 
 
-def _threads_ns(pid: int) -> dict[int, int]:
-    """Read how long each thread ran (Linux, Documentation/scheduler/sched-stats)."""
-    threads_ns = {}
+def _add_threads(pid: int, ran_ns: dict[int, int], waited_ns: dict[int, int]) -> None:
+    """Add how long each thread ran, and waited for a core, by its id.
+
+    Linux, Documentation/scheduler/sched-stats.
+    """
     for thread in os.listdir(f"/proc/{pid}/task"):
         with suppress(OSError):
             text = _read(f"/proc/{pid}/task/{thread}/schedstat")
-            if ns := int(text.partition(b" ")[0]):
-                threads_ns[int(thread)] = ns
-    return threads_ns
+            ran, waited, *_ = map(int, text.split())
+            if ran:
+                ran_ns[int(thread)], waited_ns[int(thread)] = ran, waited
 
 
 def _read(path: str) -> bytes:

@@ -34,12 +34,12 @@ from kvtax.records import RecordsError
 from kvtax.records.files import read_document, write_document
 from kvtax.records.run import IdleCost, MachineLoad, ReadCounts, TrialRecord
 from kvtax.records.steps import first_step, only_life
+from kvtax.steps.forwards import FORWARDS
 from kvtax.steps.life import whole_steps
 from microbench.cpu_profile import Sampler, SamplingError
 from microbench.machine_load import Clocks
 from microbench.peer import count_reads, peer
 from microbench.profile import Profile
-from microbench.server_cpu import FORWARDS
 
 SENT_LATE = 3
 DRIVER_ERRORS = {
@@ -103,7 +103,7 @@ class TrialSpec:
             label,
             overlay=self.overlay,
             installed=self.installed,
-        ).with_options(KVTAX_FORWARD_TOTALS=str(folder / FORWARDS))
+        ).with_options(KVTAX_FORWARDS=str(folder / FORWARDS))
         if self.starts_cold:
             return dataclasses.replace(spec, starts_cold=True)
         return spec

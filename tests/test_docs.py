@@ -168,12 +168,14 @@ def test_every_quoted_figure_is_that_of_the_committed_sweep():
 
 def test_a_figure_that_somebody_changed_is_noticed():
     slope = {"value": 57.72, "ci95": [51.6, 63.9]}
-    configs = {"walk": {"slope": slope, "p50": 1310.2, "verdict": "grows"}}
+    walk = {"slope": slope, "p50": 1310.2, "verdict": "grows"}
+    document = {"configs": {"walk": walk}, "window": {"at": 16_580}}
     page = (
         "<!--sweep walk.slope +.1f-->+57.7 [+51.6, +63.9]<!--/--> "
         "<!--sweep walk.p50 ,.0f-->1,310<!--/--> <!--sweep walk.verdict-->grows<!--/-->"
+        " <!--sweep window.at ,-->16,580<!--/-->"
     )
-    assert figures.written(page, configs) == page
-    assert figures.written(page.replace("57.7", "58.7"), configs) == page
+    assert figures.written(page, document) == page
+    assert figures.written(page.replace("57.7", "58.7"), document) == page
     with pytest.raises(figures.FigureError, match=r"walk\.p90"):
-        figures.written(page.replace("p50", "p90"), configs)
+        figures.written(page.replace("p50", "p90"), document)

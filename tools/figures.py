@@ -7,7 +7,7 @@ A mark is a pair of comments around a figure:
 
     <!--sweep plain.schedule_us.p50 ,.0f-->287<!--/-->
 
-It names a config of per_config.json, a value of it by keys with dots between them, and
+It names a value of per_config.json by keys with dots between them, a config first, and
 the value's format as Python writes it (none for text). A value that has an interval is
 written as `value [low, high]`. Tables stand between `<!--NAME-->` and `<!--/NAME-->`:
 `connectors` and `offloads` are made of the observatory's cells, `occasions` of the
@@ -111,14 +111,14 @@ class FigureError(Exception):
     """A mark names a value that is not there; the message says which."""
 
 
-def written(page: str, configs: dict[str, Any]) -> str:
-    """Return a page with each marked figure as `configs` of per_config.json has it.
+def written(page: str, document: dict[str, Any]) -> str:
+    """Return a page with each marked figure as per_config.json has it.
 
     Raises FigureError for a mark whose value does not exist.
     """
 
     def figure(mark: re.Match[str]) -> str:
-        value: Any = configs
+        value: Any = document | document["configs"]
         for key in mark["keys"].split("."):
             if not isinstance(value, dict) or key not in value:
                 raise FigureError(
@@ -203,9 +203,8 @@ def _synthetic() -> str:
     right: dict[str, list[str]] = {}
     for outcome in known:
         if outcome.kind == "right":
-            right.setdefault(outcome.expected, []).append(
-                outcome.config.partition("/")[2]
-            )
+            name = outcome.config.partition("/")[2]
+            right.setdefault(outcome.expected, []).append(name)
     rows = [[verdict, ", ".join(names)] for verdict, names in right.items()]
     wrong = [str(outcome) for outcome in known if outcome.kind != "right"]
     count = f"Of {len(known)} verdicts {len(known) - len(wrong)} are right."
@@ -214,20 +213,14 @@ def _synthetic() -> str:
 
 def _noisy() -> str:
     """Make the table of the sweep beside a noisy neighbour."""
-    quiet = judge(read_document(occasions.COMMITTED, Evidence)).document.configs
-    noisy = judge(read_document(NOISY, Evidence)).document.configs
-    known = {
-        name: outcome
-        for name, outcome in noisy.items()
-        if outcome.verdict != "inconclusive"
-    }
-    same = sum(
-        outcome.verdict == quiet[name].verdict for name, outcome in known.items()
-    )
+    machine = occasions.read(NOISY).machine
+    if machine is None:
+        raise FigureError(f"{NOISY} does not grade its machine")
+    out = sum(server.left_out is not None for server in machine.servers)
+    refused = "so nothing is judged" if machine.refused else "the others are judged"
     return (
-        f"{occasions.rows(occasions.read(NOISY))}\n\n"
-        f"Of {len(noisy)} configs {same} get the verdict of the committed sweep, "
-        f"{len(known) - same} another, and {len(noisy) - len(known)} are not known."
+        f"The machine is graded {machine.grade}: {out} of {len(machine.servers)} "
+        f"servers shared their core, {refused}."
     )
 
 
@@ -280,14 +273,16 @@ def _ends(cell: CellRecord, axis: str) -> str:
 
 def _text(value: Any, spec: str) -> str:
     if isinstance(value, dict):
+        if value["ci95"] is None:
+            return f"{value['value']:{spec}}"
         low, high = value["ci95"]
         return f"{value['value']:{spec}} [{low:{spec}}, {high:{spec}}]"
     return f"{value:{spec}}"
 
 
 def sweep() -> dict[str, Any]:
-    """Read the configs of the committed sweep."""
-    return json.loads((REPOSITORY / "per_config.json").read_text())["configs"]
+    """Read the committed sweep."""
+    return json.loads((REPOSITORY / "per_config.json").read_text())
 
 
 def main() -> int:
@@ -295,7 +290,7 @@ def main() -> int:
     argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()
-    configs = sweep()
+    document = sweep()
     listed = subprocess.run(
         ["git", "ls-files", "*.md"],
         cwd=REPOSITORY,
@@ -306,7 +301,7 @@ def main() -> int:
     for page in (REPOSITORY / name for name in listed.stdout.splitlines()):
         old = page.read_text()
         try:
-            new = written(old, configs)
+            new = written(old, document)
         except FigureError as error:
             print(f"figures: {page}: {error}: correct the mark", file=sys.stderr)
             return 2

@@ -24,7 +24,6 @@ from kvtax.proc.machine_lock import machine_lock
 from kvtax.records.files import read_document, write_document, write_whole
 from kvtax.records.observatory_cell import CellRecord
 from kvtax.report.markdown import table
-from kvtax.verdict.aims import Check, headline, junit
 from kvtax.verdict.axes import (
     ALL,
     AXES,
@@ -35,6 +34,7 @@ from kvtax.verdict.axes import (
     steepest,
     times_beside,
 )
+from kvtax.verdict.bounds import Check, headline, junit
 from kvtax.verdict.holds import CHANCE
 from kvtax.verdict.limits import check_cell, check_since, read_limits
 
@@ -112,7 +112,7 @@ def gate(options: GateOptions) -> GateResult:
 def markdown(result: GateResult) -> str:
     """Render the verdict, the limits that are not kept, and the costs as Markdown."""
     rows = [
-        [f"`{check.what}`", check.bound, check.found, check.outcome]
+        [f"`{check.what}`", check.bound, check.value, check.outcome]
         for check in sorted(result.checks, key=lambda check: check.outcome)
         if check.outcome != "kept"
     ]
@@ -129,7 +129,7 @@ def summary(result: GateResult) -> str:
     grows.
     """
     cell, checks = result.cell, result.checks
-    broken = [f"{check.what} is {check.found}" for check in checks if check.fails]
+    broken = [f"{check.what} is {check.value}" for check in checks if check.fails]
     named = f": {'; '.join(broken)}" if broken else ""
     rows = []
     for axis in cell.means_us:

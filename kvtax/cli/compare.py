@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare two sweeps and check limits: a cost gate for CI.
+"""Compare two sweeps or two gates, and check limits: a cost gate for CI.
 
-OLD and NEW are per_config.json files, or folders with one. Prints Markdown. Exit
-code 1: a limit is broken, or a verdict is worse than in OLD. Exit code 2: the files
-cannot be read, or hold runs of different profiles. A limit that the run cannot decide
-is listed, and fails only if the limits file says `undecided = "fail"`.
+OLD and NEW are per_config.json files of sweeps, or folders with one, or cells of
+`kvtax gate --out`. Prints Markdown. Exit code 1: a limit is broken, a verdict is worse
+than in OLD, or a cost is certainly higher. Exit code 2: the files cannot be read, or
+hold different things. A limit that the run cannot decide is listed, and fails only if
+the limits file says `undecided = "fail"`.
 """
 
 from __future__ import annotations
@@ -25,20 +26,32 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Compare the runs. Raises RecordsError, ConfigError, NotComparable, OSError."""
     from kvtax.cli import Exit
-    from kvtax.records import RecordsError
-    from kvtax.records.files import write_whole
-    from kvtax.verdict.aims import junit
-    from kvtax.verdict.comparison import compare, markdown
+    from kvtax.records.files import read_document, schema_in, schema_of, write_whole
+    from kvtax.records.observatory_cell import CellRecord
+    from kvtax.records.per_config import PerConfig
+    from kvtax.verdict.bounds import junit
+    from kvtax.verdict.changes import NotComparable, compare_gates, compare_sweeps
+    from kvtax.verdict.comparison import markdown
     from kvtax.verdict.limits import read_limits
-    from kvtax.verdict.run_changes import read_results
 
-    for path in (arguments.old, arguments.new):
-        if not path.exists():
-            raise RecordsError(f"{path}: missing; give a per_config.json or its folder")
-    old, new = read_results(arguments.old), read_results(arguments.new)
+    paths = [
+        path / "per_config.json" if path.is_dir() else path
+        for path in (arguments.old, arguments.new)
+    ]
     limits = read_limits(arguments.limits) if arguments.limits else None
-    checks = compare(old, new, limits)
+    gates = [schema_in(path) == schema_of(CellRecord) for path in paths]
+    if gates[0] != gates[1]:
+        raise NotComparable("OLD and NEW are a sweep and a gate: give two of a kind")
+    if all(gates):
+        comparison = compare_gates(
+            *(read_document(path, CellRecord) for path in paths), limits
+        )
+    else:
+        comparison = compare_sweeps(
+            *(read_document(path, PerConfig) for path in paths), limits
+        )
     if arguments.junit:
-        write_whole(arguments.junit, junit(checks))
-    print(markdown(old, new, checks))
-    return Exit.WORSE if any(check.fails for check in checks) else Exit.GOOD
+        write_whole(arguments.junit, junit(comparison.checks))
+    print(markdown(comparison))
+    worse = any(check.fails for check in comparison.checks)
+    return Exit.WORSE if worse else Exit.GOOD

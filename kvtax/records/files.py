@@ -63,12 +63,32 @@ def read_document(path: Path, kind: type[Kind]) -> Kind:
 
     Raises RecordsError if it is missing, bad or of another schema.
     """
+    with _named_errors(path):
+        return decode(path, _whole(path), kind)
+
+
+def schema_in(path: Path) -> str | None:
+    """Return the schema that a document says it is of. Raises RecordsError."""
+    with _named_errors(path):
+        return msgspec.json.decode(_whole(path), type=_Named).schema
+
+
+def _whole(path: Path) -> bytes:
+    """Read a document, or what gzip made of it. Raises RecordsError if it is huge."""
+    with opened(existing(path) or path) as file:
+        text = file.read(MOST_BYTES + 1)
+    if len(text) > MOST_BYTES:
+        raise RecordsError(f"{path}: over {MOST_BYTES >> 20} MB of JSON")
+    return text
+
+
+@contextmanager
+def _named_errors(path: Path) -> Iterator[None]:
+    """Raise RecordsError, which names `path`, for a document that is missing or bad."""
     try:
-        with opened(existing(path) or path) as file:
-            text = file.read(MOST_BYTES + 1)
-        if len(text) > MOST_BYTES:
-            raise RecordsError(f"{path}: over {MOST_BYTES >> 20} MB of JSON")
-        return decode(path, text, kind)
+        yield
+    except RecursionError:
+        raise RecordsError(f"{path}: the JSON is nested too deeply") from None
     except FileNotFoundError:
         raise RecordsError(f"{path}: missing") from None
     except OSError as error:

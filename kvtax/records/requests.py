@@ -151,10 +151,8 @@ class CpuReading(msgspec.Struct, omit_defaults=True, tag_field="type", tag="cpu"
     """That of each living thread that has any, in ns by its id."""
     anonymous_kib: int | None = None
     """Memory of all processes that no file holds, each by itself."""
-    forwards: int | None = None
-    """Forwards of the null model so far; null with a real one."""
-    slept_ns: int | None = None
-    """For so long these slept, as measured."""
+    waited_ns: dict[int, int] = {}
+    """For so long each thread had work and no core, by its id."""
 
 
 class RequestRecord(RequestOutcome, tag_field="type", tag="request"):

@@ -154,13 +154,6 @@ class Warn(Enum):
         "its verdict says in what, and by how much",
         f"Run it with more repeats (`--only`, `--repeats`), or {QUIETER}.",
     )
-    GROWTH_ALONE = (
-        "{metric} rose by {slope:.1f} us per 1,000 blocks while the cache filled for "
-        "the first time, and not with the levels",
-        "If the connector keeps an index that a reset of the prefix cache does not "
-        "empty, that was full before the first hold: its cost has no verdict. A "
-        "machine that got slower meanwhile looks alike; another server tells.",
-    )
     NO_WORKER_RECORDS = (
         "{missing} of {steps} steps lack worker records",
         "Look in server.log for a worker that died: the overhead of these steps is "
@@ -183,11 +176,6 @@ class Warn(Enum):
         "Growth and latencies of that trial are left out, not its levels. Lower the "
         f"rate of the load (`rate_rps`), or {QUIETER}.",
     )
-    INTERRUPTED = (
-        "{share:.1%} of the steps took over {times} times the median of their batch "
-        "size: the cores were shared or stolen",
-        f"{QUIETER.capitalize()}.",
-    )
     # A sweep as a whole.
     UNCOMMITTED = (
         "the run was made from a tree with uncommitted changes",
@@ -198,9 +186,14 @@ class Warn(Enum):
         "Run the config with the role `baseline` and the one with the role `twin` too.",
     )
     EQUALS_DIFFER = (
-        "{pair} are the same thing, and differ by {apart:.1f} us in the median of "
-        "{metric}: servers of this run cannot be compared",
-        f"Compare no config with another; {QUIETER}.",
+        "{pair} are the same thing, and differ by {apart:+.1f} % of own work: configs "
+        "of this run are not compared",
+        f"Make the run again; {QUIETER}.",
+    )
+    REFUSED = (
+        "a neighbour had the engine's own core on {count} of {servers} servers: "
+        "nothing is judged",
+        f"{QUIETER.capitalize()}.",
     )
     ROLE_TWICE = (
         "{names} have the role {role}: the first counts",

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from kvtax.records.estimate import Estimate
+from kvtax.records.per_config import Quantiles
 
 DASH = "\N{EN DASH}"
 TIMES = "\N{MULTIPLICATION SIGN}"
@@ -19,15 +20,12 @@ def interval(estimate: Estimate | None, digits: int = 1) -> str:
     return DASH if estimate is None else f"{estimate:+,.{digits}f}"
 
 
-def spread(
-    quantiles: dict[str, float] | None,
-    digits: int = 1,
-    names: tuple[str, ...] = ("p50", "p90", "p99"),
-) -> str:
-    """`p50/p90/p99`, or the quantiles of these names."""
-    if quantiles is None or quantiles.get("p50") is None:
+def spread(quantiles: Quantiles | None, digits: int = 1) -> str:
+    """`p50/p90/p99`; a dash where nothing was measured."""
+    if quantiles is None:
         return DASH
-    return "/".join(number(quantiles[name], digits) for name in names)
+    points = (quantiles.p50, quantiles.p90, quantiles.p99)
+    return "/".join(number(point, digits) for point in points)
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:

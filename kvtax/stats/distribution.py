@@ -9,8 +9,6 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtax.records.estimate import Estimate
-
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -44,11 +42,6 @@ class Distribution:
         """Compute the difference of two independent estimates."""
         # The two were drawn independently, so pairing them by index is as good as any.
         return Distribution(self.value - other.value, self.draws - other.draws)
-
-
-def rounded(found: Distribution | None) -> Estimate | None:
-    """Round to three digits, as per_config.json holds it."""
-    return None if found is None else Estimate.of(found, 3)
 
 
 def as_float(value: object) -> float:

@@ -1,27 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Levels of a time along an axis that was held at one level after the other.
+"""Levels of a quantity along an axis that was held at one level after the other.
 
-A hold is one value: the time at one level of one server. The levels come in random
+A hold is one value: the quantity at one level of one server. The levels come in random
 order, and before a lower one the axis is reset. So neither a machine that gets slower
 nor a cost that rises with the time since the reset looks like a level; both are fitted
 beside the levels.
 
-    value of a hold = level + server + drift of the server * time
-                      [+ rise * age] [+ share * control]
-
-A control is how slow the machine was in that hold, by work in which the axis has no
-part. Where it rises with the levels after all, for certain, it is left out.
+    value of a hold = level + server + drift of the server * time [+ rise * age]
 
 A higher level is older, as a rule: with the age in the fit, levels are known half as
 well. So it is in the fit where it matters for certain. Where it may matter, growth must
 be certain with it, too.
 
-Noise is a share of the level: a slow machine makes a long time longer by more us than a
-short one. Intervals are Student's t from what is left over (analysis of covariance).
+Noise is a share of the level. Intervals are Student's t from what is left over
+(analysis of covariance). They are of the servers that were measured; with `between`,
+the share by which a level differs between servers, they hold the next server's, too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Literal
@@ -46,7 +44,7 @@ LEAST_SHARE = 0.1
 ROUNDS = 4
 # Ages are told from levels if so much of their variance is not the levels'.
 LEAST_OWN_AGE = 0.1
-# The age is in the fit if it matters so certainly, a control if it does not move.
+# The age is in the fit if it matters so certainly.
 CERTAIN = 0.99
 # So rarely is a straight line taken for a bend.
 BENT = 0.01
@@ -56,8 +54,8 @@ BENT = 0.01
 class Holds:
     """Holds of one config, each an element of arrays (holds,).
 
-    `level` counts from 0 up; `x` is what the axis really was. `time_s` is when it was
-    held, `age_s` the time since the reset. `control` is what other work took then.
+    `level` counts from 0 up; `x` is the true place on the axis. `time_s` is when it was
+    held, `age_s` the time since the reset.
     """
 
     server: Ints
@@ -66,33 +64,42 @@ class Holds:
     time_s: Floats
     age_s: Floats
     values: Floats
-    control: Floats | None = None
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Levels (levels,) of a time in us, `x` of each, and how well they are known.
+    """Levels (levels,) of a quantity, `x` of each, and how well they are known.
 
-    `covariance` is that of the levels, `drift_us` by how much the time rises in one
-    pass without the axis, `age_us` by how much in the longest time since a reset, None
-    where age and level are one; `df` is what the variance of a hold is known from.
-    `aged` is the fit with the age in it, None if this is it, or there is none.
+    `covariance` is that of the levels. `drift` is the rise in one pass without the
+    axis, `age` the rise in the longest time since a reset, None where age and level are
+    the same; `df` are the degrees of freedom of the variance of a hold. `aged` is the
+    fit with the age in it, None if this is it, or there is none.
     """
 
     x: Floats
-    level_us: Floats
+    levels: Floats
     covariance: Floats
-    drift_us: float
-    drift_error_us: float
+    drift: float
+    drift_error: float
     df: int
-    age_us: float | None
-    age_error_us: float
+    age: float | None
+    age_error: float
     aged: Fit | None = None
 
+    @property
+    def last(self) -> int:
+        """Return the number of the highest level."""
+        return len(self.x) - 1
+
+    @property
+    def across(self) -> float:
+        """Return the range of the axis."""
+        return float(self.x[-1] - self.x[0])
+
     def contrast(self, weights: Floats) -> tuple[float, float]:
-        """Return the weighted sum of the levels in us, and its standard error."""
+        """Return the weighted sum of the levels, and its standard error."""
         error = float(np.sqrt(max(float(weights @ self.covariance @ weights), 0.0)))
-        return float(weights @ self.level_us), error
+        return float(weights @ self.levels), error
 
     def slope(self) -> tuple[float, float]:
         """Return the slope of a straight line through the levels, and its error."""
@@ -107,18 +114,18 @@ class Fit:
         tail = (1 - level) / 2 / chances
         return float(t_quantile(1 - tail, self.df)) * error
 
-    def drift(self, level: float) -> tuple[float, float]:
-        """Return the interval of the drift per pass in us; it holds in `level`."""
-        reach = self.reach(self.drift_error_us, level)
-        return self.drift_us - reach, self.drift_us + reach
+    def drift_interval(self, level: float) -> tuple[float, float]:
+        """Return the interval of the drift per pass; it holds in `level` of runs."""
+        reach = self.reach(self.drift_error, level)
+        return self.drift - reach, self.drift + reach
 
-    def aging(self, level: float) -> tuple[float, float]:
-        """Return the interval of the rise with age in us; it holds in `level`."""
-        reach = self.reach(self.age_error_us, level)
-        return (self.age_us or 0.0) - reach, (self.age_us or 0.0) + reach
+    def age_interval(self, level: float) -> tuple[float, float]:
+        """Return the interval of the rise with age; it holds in `level` of runs."""
+        reach = self.reach(self.age_error, level)
+        return (self.age or 0.0) - reach, (self.age or 0.0) + reach
 
     def upper(self, low: int, high: int, level: float) -> float:
-        """Return the most by which level `high` may lie above level `low`, in us.
+        """Return the most by which level `high` may lie above level `low`.
 
         One-sided: the rise is less than that in `level` of runs.
         """
@@ -135,93 +142,95 @@ class Fit:
         """Return whether the levels do not lie on a straight line (an F test)."""
         design = np.column_stack([np.ones(len(self.x)), self.x])
         left = np.eye(len(self.x)) - design @ np.linalg.pinv(design)
-        # Rows that span what a line leaves out.
+        # Rows that span the part that a line leaves out.
         _, sizes, rows = np.linalg.svd(left)
         rows = rows[sizes > 0.5]
         if not len(rows):
             return False
-        off = rows @ self.level_us
+        off = rows @ self.levels
         spread = rows @ self.covariance @ rows.T
         ratio = float(off @ np.linalg.solve(spread, off)) / len(rows)
         return ratio > float(f_quantile(1 - BENT, len(rows), self.df))
 
 
-def fit(holds: Holds) -> Fit | None:
-    """Fit the levels; None if they do not rise, or too few holds tell them apart."""
-    levels, level = np.unique(holds.level, return_inverse=True)
-    design = _design(holds, level, len(levels))
-    x = np.array([holds.x[level == n].mean() for n in range(len(levels))])
-    slow = _slowness(holds, x, level, design)
-    if (young := _fit(holds.values, x, level, design, slow)) is None:
+def fit(holds: Holds, between: float = 0.0) -> Fit | None:
+    """Fit the levels; None if they do not rise, or too few holds tell them apart.
+
+    `between` is the share by which a level differs between servers
+    (`share_between_servers`).
+    """
+    design = _Design.of(holds)
+    if (young := _fit(holds.values, design, between)) is None:
         return None
     oldest_s = max(float(holds.age_s.max()), LEAST_VARIANCE)
     # Around its mean: the levels are those at the mean age.
     age = (holds.age_s - holds.age_s.mean()) / oldest_s
-    if not _tells_age(design, age):
+    if not _tells_age(design.matrix, age):
         return young
-    aged = _fit(holds.values, x, level, design, slow, age)
+    aged = _fit(holds.values, design, between, age)
     if aged is None:
         return young
-    low, high = aged.aging(CERTAIN)
+    low, high = aged.age_interval(CERTAIN)
     if low > 0 or high < 0:
         return aged
-    return replace(young, aged=aged, age_us=aged.age_us, age_error_us=aged.age_error_us)
+    return replace(young, aged=aged, age=aged.age, age_error=aged.age_error)
 
 
-def _slowness(holds: Holds, x: Floats, level: Ints, design: Floats) -> Floats | None:
-    """Return by how much the control is longer than its server's mean, as a share.
+@dataclass(frozen=True)
+class _Design:
+    """Columns of a fit: levels, a drift for each server, and servers but the first."""
 
-    None without a control, or where the control itself certainly moves with the levels.
-    """
-    if holds.control is None:
-        return None
-    own = _fit(holds.control, x, level, design)
-    if own is None or _rises(own, 0.0, CERTAIN) or falls(own, 0.0, CERTAIN):
-        return None
-    slow = np.zeros(len(level))
-    for server in np.unique(holds.server):
-        here = holds.server == server
-        slow[here] = holds.control[here] / holds.control[here].mean() - 1
-    return slow
+    matrix: Floats
+    x: Floats
+    level: Ints
+    servers: int
+
+    @classmethod
+    def of(cls, holds: Holds) -> _Design:
+        levels, level = np.unique(holds.level, return_inverse=True)
+        count = len(levels)
+        x = np.array([holds.x[level == n].mean() for n in range(count)])
+        servers = np.unique(holds.server)
+        dummies = (level[:, None] == np.arange(count)).astype(float)
+        drifts, offsets = [], []
+        for server in servers:
+            own = holds.server == server
+            since = np.where(own, holds.time_s - holds.time_s[own].mean(), 0.0)
+            drifts.append(since / _pass_s(holds, own))
+            # Around the mean of all servers: the levels are means.
+            offsets.append(own.astype(float) - (holds.server == servers[0]))
+        matrix = np.column_stack([dummies, *drifts, *offsets[1:]])
+        return cls(matrix, x, level, len(servers))
 
 
 def _fit(
-    values: Floats,
-    x: Floats,
-    level: Ints,
-    design: Floats,
-    slow: Floats | None = None,
-    age: Floats | None = None,
+    values: Floats, design: _Design, between: float, age: Floats | None = None
 ) -> Fit | None:
-    """Fit the levels at `x` by `design`, and by slowness and age where they are."""
-    count = len(x)
-    # Of `design`: levels, a drift for each server, and servers but the first.
-    servers = (design.shape[1] - count + 1) // 2
-    drifts = list(range(count, count + servers))
-    size = _sizes(values, design, level)
-    if slow is not None:
-        # A share of the level: a slow machine makes a long time longer by more us.
-        design = np.column_stack([design, slow * size])
+    """Fit the levels by `design`, and by the age where it is given."""
+    matrix, count = design.matrix, len(design.x)
+    size = _sizes(values, matrix, design.level)
     if age is not None:
-        design = np.column_stack([design, age])
-    rank, others = (int(np.linalg.matrix_rank(d)) for d in (design, design[:, count:]))
-    df = len(level) - rank
+        matrix = np.column_stack([matrix, age])
+    rank, others = (int(np.linalg.matrix_rank(d)) for d in (matrix, matrix[:, count:]))
+    df = len(values) - rank
     # Levels that something else explains as well, such as time in a single pass.
-    if count < 2 or df < 1 or rank - others < count or x[-1] <= x[0]:
+    if count < 2 or df < 1 or rank - others < count or design.x[-1] <= design.x[0]:
         return None
-    factors, covariance = _solve(values, design, size, df)
-    share = np.full(servers, 1 / servers)
-    drift_error = np.sqrt(share @ covariance[np.ix_(drifts, drifts)] @ share)
+    factors, covariance = _solve(values, matrix, size, df)
+    drifts = slice(count, count + design.servers)
+    share = np.full(design.servers, 1 / design.servers)
+    level_sizes = np.array([size[design.level == n][0] for n in range(count)])
+    of_servers = np.diag((between * level_sizes) ** 2 / design.servers)
     aged = age is not None
     return Fit(
-        x=x,
-        level_us=factors[:count],
-        covariance=covariance[:count, :count],
-        drift_us=float(share @ factors[drifts]),
-        drift_error_us=float(drift_error),
+        x=design.x,
+        levels=factors[:count],
+        covariance=covariance[:count, :count] + of_servers,
+        drift=float(share @ factors[drifts]),
+        drift_error=float(np.sqrt(share @ covariance[drifts, drifts] @ share)),
         df=df,
-        age_us=float(factors[-1]) if aged else None,
-        age_error_us=float(np.sqrt(covariance[-1, -1])) if aged else 0.0,
+        age=float(factors[-1]) if aged else None,
+        age_error=float(np.sqrt(covariance[-1, -1])) if aged else 0.0,
     )
 
 
@@ -257,20 +266,6 @@ def _solve(
     return factors, variance * inverse @ inverse.T
 
 
-def _design(holds: Holds, level: Ints, count: int) -> Floats:
-    """Columns: levels, drift of each server, servers but the first."""
-    servers = np.unique(holds.server)
-    levels = (level[:, None] == np.arange(count)).astype(float)
-    drifts, offsets = [], []
-    for server in servers:
-        own = holds.server == server
-        since = np.where(own, holds.time_s - holds.time_s[own].mean(), 0.0)
-        drifts.append(since / _pass_s(holds, own))
-        # Around the mean of all servers: the levels are means.
-        offsets.append(own.astype(float) - (holds.server == servers[0]))
-    return np.column_stack([levels, *drifts, *offsets[1:]])
-
-
 def _pass_s(holds: Holds, own: Floats) -> float:
     """Return how long a server took for a pass, in which no level is missing."""
     times, count = holds.time_s[own], int(own.sum())
@@ -278,42 +273,80 @@ def _pass_s(holds: Holds, own: Floats) -> float:
     return float(np.ptp(times)) * count / max(count - 1, 1) / passes or 1.0
 
 
-def growth(fit: Fit, margin_us: float, level: float) -> Shape | None:
-    """Return the shape of a rise of more than `margin_us`; None if none is certain.
+def share_between_servers(configs: Iterable[Holds]) -> float:
+    """Estimate the share by which a level differs between servers of one config.
+
+    The variance between servers beyond that between holds, pooled over the configs: the
+    squares that levels of each server explain more than levels and servers alone
+    (analysis of variance, method of moments). 0 without a config of two servers.
+    """
+    squares = noise = 0.0
+    degrees = noise_degrees = holds_of_a_level = 0
+    for holds in configs:
+        design = _Design.of(holds)
+        if design.servers < 2:
+            continue
+        size = _sizes(holds.values, design.matrix, design.level)
+        each = holds.server * (int(design.level.max()) + 1) + design.level
+        own = (each[:, None] == np.unique(each)).astype(float)
+        drifts = design.matrix[:, len(design.x) : len(design.x) + design.servers]
+        apart = np.column_stack([own, drifts])
+        alike_left, alike_df = _left_over(holds.values, design.matrix, size)
+        apart_left, apart_df = _left_over(holds.values, apart, size)
+        squares += alike_left - apart_left
+        degrees += alike_df - apart_df
+        noise += apart_left
+        noise_degrees += apart_df
+        holds_of_a_level += len(holds.values) * (alike_df - apart_df) // own.shape[1]
+    if not degrees or not noise_degrees or not holds_of_a_level:
+        return 0.0
+    beyond = squares / degrees - noise / noise_degrees
+    return float(np.sqrt(max(beyond, 0.0) * degrees / holds_of_a_level))
+
+
+def _left_over(values: Floats, design: Floats, size: Floats) -> tuple[float, int]:
+    """Return the squares that a fit leaves, as shares of `size`, and their number."""
+    weighted, scaled = design / size[:, None], values / size
+    left = scaled - weighted @ np.linalg.lstsq(weighted, scaled, rcond=None)[0]
+    return float(left @ left), len(values) - int(np.linalg.matrix_rank(design))
+
+
+def growth(fit: Fit, margin: float, level: float) -> Shape | None:
+    """Return the shape of a rise of more than `margin`; None if none is certain.
 
     All pairs of levels and the straight line are tested at once, each at a Bonferroni
     share of `level`.
     """
     both = [fit] if fit.aged is None else [fit, fit.aged]
-    certain = all(_rises(one, margin_us, level) for one in both)
-    return _shape(fit, margin_us, level) if certain else None
+    certain = all(_rises(either, margin, level) for either in both)
+    return _shape(fit, margin, level) if certain else None
 
 
-def _rises(fit: Fit, margin_us: float, level: float) -> bool:
+def _rises(fit: Fit, margin: float, level: float) -> bool:
     pairs = list(combinations(range(len(fit.x)), 2))
-    across = float(fit.x[-1] - fit.x[0])
     slope, error = fit.slope()
-    rises = [(slope * across, error * across), *(fit.rise(*pair) for pair in pairs)]
+    rises = [(slope * fit.across, error * fit.across)]
+    rises += [fit.rise(*pair) for pair in pairs]
     return any(
-        rise - fit.reach(error, level, len(rises)) > margin_us for rise, error in rises
+        rise - fit.reach(error, level, len(rises)) > margin for rise, error in rises
     )
 
 
-def falls(fit: Fit, margin_us: float, level: float) -> bool:
-    """Return whether a time at a higher level is certainly `margin_us` lower."""
+def falls(fit: Fit, margin: float, level: float) -> bool:
+    """Return whether a higher level is certainly lower by more than `margin`."""
     pairs = list(combinations(range(len(fit.x)), 2))
     rises = [fit.rise(*pair) for pair in pairs]
     return any(
-        rise + fit.reach(error, level, len(pairs)) < -margin_us for rise, error in rises
+        rise + fit.reach(error, level, len(pairs)) < -margin for rise, error in rises
     )
 
 
-def _shape(fit: Fit, margin_us: float, level: float) -> Shape:
-    if falls(fit, margin_us, level):
+def _shape(fit: Fit, margin: float, level: float) -> Shape:
+    if falls(fit, margin, level):
         return "not monotone"
     if not fit.is_bent():
         return "linear"
-    last = len(fit.x) - 1
+    last = fit.last
     rises = [fit.rise(n, n + 1) for n in range(last)]
     whole = max(fit.rise(0, last)[0], max(rise for rise, _ in rises))
     jump = int(np.argmax([rise for rise, _ in rises]))
@@ -330,8 +363,8 @@ def _shape(fit: Fit, margin_us: float, level: float) -> Shape:
     return "curved"
 
 
-def most_rise_us(fit: Fit, level: float) -> float:
-    """Return the most that any level may lie above a lower one, in us.
+def most_rise(fit: Fit, level: float) -> float:
+    """Return the most that any level may lie above a lower one.
 
     That it is less is certain in `level` of runs for the pair with the largest bound,
     and so for all (an intersection-union test, Berger 1982).

@@ -73,10 +73,14 @@ class RunSpread:
         """Draw offsets of the log of an arm's mean over `runs`: (RUN_DRAWS,)."""
         return self.log_sd / float(np.sqrt(runs)) * _offsets(arm, self.degrees)
 
-    def reach(self, runs: int, other_runs: int) -> float:
+    def reach(self, runs: int, other_runs: int, level: float = REACH) -> float:
         """Compute how far apart, in the log, two equal arms of so many runs may lie."""
         error = self.log_sd * float(np.sqrt(1 / runs + 1 / other_runs))
-        return error * float(t_quantile((1 + REACH) / 2, self.degrees))
+        return self.reach_of(error, level)
+
+    def reach_of(self, error: float, level: float = REACH) -> float:
+        """Return half the width of an interval that holds in `level` of runs."""
+        return error * float(t_quantile((1 + level) / 2, self.degrees))
 
 
 @cache

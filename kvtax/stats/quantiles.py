@@ -19,6 +19,7 @@ import numpy as np
 import polars as pl
 
 from kvtax.records.estimate import Estimate
+from kvtax.records.per_config import Quantiles
 from kvtax.stats.distribution import REPLICATES, SEED, Distribution, Floats, Ints
 
 # Fewer sessions than this give no interval worth stating.
@@ -32,13 +33,25 @@ CHUNK = 4_000_000
 TAIL = 0.025
 
 
-def weighted_medians(ordered: Floats, weights: Floats) -> Floats:
-    """Compute the weighted median of `ordered` (n,) for each row of `weights`."""
-    total = np.cumsum(weights, axis=1)
-    middle = (total < total[:, -1:] / 2).sum(axis=1)
-    medians: Floats = ordered[np.minimum(middle, len(ordered) - 1)].astype(float)
-    medians[total[:, -1] <= 0] = np.nan
-    return medians
+def quantile(values: pl.Series, q: float) -> float | None:
+    """Return the least value that a share of `q` of the values is not above.
+
+    The one definition of a quantile (Hyndman and Fan 1996, definition 1): a value that
+    was measured. None without any.
+    """
+    known = values.drop_nulls().to_numpy()
+    if not len(known):
+        return None
+    return float(np.quantile(known, q, method="inverted_cdf"))
+
+
+def quantiles(values: pl.Series, digits: int = 3) -> Quantiles | None:
+    """Return p50, p90 and p99 of the values; None without any."""
+    known = values.drop_nulls().cast(pl.Float64).to_numpy()
+    if not len(known):
+        return None
+    points = np.quantile(known, list(QUANTILES.values()), method="inverted_cdf")
+    return Quantiles(*(round(float(point), digits) for point in points))
 
 
 def weighted_quantiles(
@@ -49,6 +62,28 @@ def weighted_quantiles(
     total = np.cumsum(weights[order])
     index = np.searchsorted(total, np.asarray(quantiles) * total[-1] * (1 - 1e-12))
     return [float(v) for v in values[order][np.minimum(index, len(values) - 1)]]
+
+
+def slope_within_groups(
+    x: Floats, y: Floats, weights: Floats, group: Ints
+) -> float | None:
+    """Return the median of the slopes of all pairs of a group; None if x is constant.
+
+    A pair weighs as its points do, and as they are apart (Theil 1950, Sen 1968).
+    """
+    slopes, sizes = [np.zeros(0)], [np.zeros(0)]
+    for number in np.unique(group):
+        own = np.flatnonzero(group == number)
+        first, second = (own[of] for of in np.triu_indices(len(own), 1))
+        apart = x[second] - x[first]
+        differs = apart != 0
+        rise = (y[second] - y[first])[differs]
+        slopes.append(rise / apart[differs])
+        sizes.append((weights[first] * weights[second] * np.abs(apart))[differs])
+    every = np.concatenate(slopes)
+    if not len(every):
+        return None
+    return weighted_quantiles(every, np.concatenate(sizes), (0.5,))[0]
 
 
 def median_of_passes(values: Floats) -> Estimate:

@@ -10,8 +10,8 @@ The table has one row for each step that began in a phase; steps before the grow
   schedule()), tokens (scheduled);
 - decode_only: requests were scheduled, all of them decodes; prefills: prompt tokens
   were scheduled;
-- the times in us of kvtax.records.steps, the yardstick's among them, and the sums
-  below; a time is null if it was not measured.
+- the times in us of kvtax.records.steps, and the sums below; a time is null if it was
+  not measured.
 
 The sums are connector_us, overhead_us and worker_calls_us: see kvtax.steps.parts.
 """
@@ -64,7 +64,7 @@ def trial_steps(
         (pl.col("prefill_tokens") + pl.col("decode_tokens")).alias("tokens"),
         (~prefills & (pl.col("decode_tokens") > 0)).alias("decode_only"),
         prefills.alias("prefills"),
-        *(*STEP_TIMES, "yardstick_us", *methods, *calls),
+        *(*STEP_TIMES, "thread_cpu_us", *methods, *calls),
         *(parts[name] for name in ("connector_us", "overhead_us", "worker_calls_us")),
     )
 
@@ -84,14 +84,14 @@ def phase_spans(phases: list[PhaseStart]) -> list[Span]:
     A phase after a reset begins at the reset itself: steps before it still see the full
     cache.
     """
-    found, reset_ns = [], phases[0].start_ns if phases else 0
+    spans, reset_ns = [], phases[0].start_ns if phases else 0
     for start in phases:
         reset_ns = reset_ns if start.reset_ns is None else start.reset_ns
         phase = Phase.of(start.name)
         if phase is not None:
             begins_ns = start.start_ns if start.reset_ns is None else start.reset_ns
-            found.append(Span(phase, place_of(start.name), begins_ns, reset_ns))
-    return found
+            spans.append(Span(phase, place_of(start.name), begins_ns, reset_ns))
+    return spans
 
 
 def _place(spans: list[Span]) -> tuple[pl.Expr, list[pl.Expr], pl.Expr]:
@@ -111,59 +111,75 @@ def _place(spans: list[Span]) -> tuple[pl.Expr, list[pl.Expr], pl.Expr]:
                 span.place, place, PLACE.values(), strict=True
             )
         ]
-    named = [one.alias(name) for one, name in zip(place, PLACE, strict=True)]
+    named = [value.alias(name) for value, name in zip(place, PLACE, strict=True)]
     return phase, named, (pl.col("t_ns") - reset_ns) / 1e9
 
 
 PLACE = {"hold": pl.UInt16, "level": pl.UInt8, "decoders": pl.UInt16}
-PROCESSES = "processes"
-CPU_SCHEMA = pl.Schema(
+THREAD = "thread "
+READING_SCHEMA = pl.Schema(
     {
         "repeat": pl.Int16,
         **PLACE,
-        "steps": pl.Int64,
-        "of": pl.String,
-        "us_per_step": pl.Float64,
+        **dict.fromkeys(("processes", "engine", "waited", "memory"), pl.Float64),
     }
 )
-NO_CPU = pl.DataFrame(schema=CPU_SCHEMA)
-# Threads that no connector started: vLLM's own, and the recorder's. Older recorders
-# wrote no thread ids, and only names.
-OWN = r"^MainThread$|^vllm |^recorder "
+NO_READINGS = pl.DataFrame(schema=READING_SCHEMA)
+# The engine's thread, and threads that no connector started: vLLM's own, and the
+# recorder's. Older recorders wrote no thread ids, and only names.
+ENGINE = "MainThread"
+OWN = rf"^{ENGINE}$|^vllm |^recorder "
+MIB = 1_024
 
 
-def read_cpu_of_holds(
+def read_holds(
     repeat: int, steps: pl.DataFrame, requests: Requests, threads: Path
 ) -> pl.DataFrame:
-    """Tabulate the CPU time per engine step of each hold, by what took it.
+    """Tabulate what the driver read of the server at the edges of each hold.
 
-    `of` is a thread of the engine's process, by name, that is not vLLM's own, or
-    PROCESSES: all processes of the server, without the yardstick. Threads of equal
-    names count as one. Empty where the driver read no CPU time, and where `threads`,
-    the recorder's file, is missing.
+    In us per engine step: CPU time of all `processes` and of the `engine`'s thread, how
+    long that had `waited` for a core, and as `thread NAME` the CPU time of each thread
+    of the engine's process that is not vLLM's own; threads of equal names count as one.
+    `memory` is in MiB. Empty where the driver read
+    nothing, and where `threads`, the recorder's file, is missing.
     """
     if not threads.is_file():
-        return NO_CPU
-    names = _thread_names(threads)
+        return NO_READINGS
+    engine, others = _threads(threads)
     began = steps["t_ns"].to_numpy()
-    yardstick_us = np.append(0.0, steps["yardstick_us"].fill_null(0).cum_sum())
     rows = []
     for span, first, last in _readings(requests):
         count = np.searchsorted(began, [first.t_ns, last.t_ns])
-        made = int(count[1] - count[0])
-        if made < 1:
+        if (made := int(count[1] - count[0])) < 1:
             continue
-        aside_ns = round(1e3 * float(np.diff(yardstick_us[count])[0]))
-        spent_ns = dict.fromkeys(names.values(), 0)
-        spent_ns[PROCESSES] = last.ns - first.ns - aside_ns
+        spent_ns = dict.fromkeys(others.values(), 0)
         for thread, ns in last.threads.items():
-            if thread in names:
-                spent_ns[names[thread]] += ns - first.threads.get(thread, 0)
-        rows += [
-            (repeat, *span.place, made, name, max(ns, 0) / 1e3 / made)
-            for name, ns in spent_ns.items()
-        ]
-    return pl.DataFrame(rows, schema=CPU_SCHEMA, orient="row")
+            if thread in others:
+                spent_ns[others[thread]] += ns - first.threads.get(thread, 0)
+        per_step = {
+            "processes": last.ns - first.ns,
+            "engine": _of_thread(engine, first.threads, last.threads),
+            "waited": _of_thread(engine, first.waited_ns, last.waited_ns),
+            **{f"{THREAD}{name}": ns for name, ns in spent_ns.items()},
+        }
+        rows.append(
+            dict(zip(PLACE, span.place, strict=True))
+            | {
+                name: None if ns is None else max(ns, 0) / 1e3 / made
+                for name, ns in per_step.items()
+            }
+            | {"repeat": repeat}
+            | {"memory": last.anonymous_kib and last.anonymous_kib / MIB}
+        )
+    return pl.DataFrame(rows, schema_overrides=READING_SCHEMA) if rows else NO_READINGS
+
+
+def _of_thread(
+    thread: int | None, first: dict[int, int], last: dict[int, int]
+) -> int | None:
+    if thread is None or thread not in last:
+        return None
+    return last[thread] - first.get(thread, 0)
 
 
 def _readings(requests: Requests) -> Iterator[tuple[Span, CpuReading, CpuReading]]:
@@ -175,12 +191,15 @@ def _readings(requests: Requests) -> Iterator[tuple[Span, CpuReading, CpuReading
             yield held[-1], first, last
 
 
-def _thread_names(path: Path) -> dict[int, str]:
-    """Read the names of threads that are not vLLM's own, by their ids."""
-    named = {}
+def _threads(path: Path) -> tuple[int | None, dict[int, str]]:
+    """Read the id of the engine's thread, and the names of those not vLLM's own."""
+    engine, others = None, {}
     for record in read_lines(path, ThreadsHeader, ThreadTimes).records:
         for name in record.threads:
             kind, _, thread = name.rpartition("#")
-            if thread.isdecimal() and not re.search(OWN, kind):
-                named[int(thread)] = kind
-    return named
+            if thread.isdecimal():
+                if kind == ENGINE:
+                    engine = int(thread)
+                elif not re.search(OWN, kind):
+                    others[int(thread)] = kind
+    return engine, others

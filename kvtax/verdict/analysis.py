@@ -6,47 +6,49 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 import polars as pl
 
+from kvtax.records.estimate import Estimate
 from kvtax.records.per_config import (
     ConfigEvidence,
     Evidence,
+    HeldLevels,
     HostEntry,
+    Judged,
+    NoiseFloor,
     PerConfig,
     WindowRecord,
 )
-from kvtax.records.profile import Ladder
+from kvtax.records.profile import Ladder, ProfileRecord
 from kvtax.records.run import HostRecord, RunRecord
 from kvtax.records.warning import RunWarning
 from kvtax.stats.processes import look_level
-from kvtax.verdict.entry import (
-    compare_with_baseline,
-    compare_with_floor,
-    config_entry,
-    noise_floor,
-    set_held_tpot,
-    set_verdicts,
+from kvtax.stats.quantiles import quantile
+from kvtax.steps.trial_steps import NO_READINGS
+from kvtax.verdict.facts import (
+    growth_curve,
+    growth_slope,
+    measured,
+    steps_of_configs,
 )
-from kvtax.verdict.holds import as_table, hold_table
-from kvtax.verdict.latency import log_tpot, requests_to_fill, send_lag_ms
-from kvtax.verdict.machine import machine_entry
-from kvtax.verdict.measured import (
-    MAX_STEPS,
-    Comparison,
-    ConfigEstimates,
-    ConfigSteps,
-    Level,
-    estimate_all,
-    promised_metrics,
-    steps_of_all,
-    thin,
+from kvtax.verdict.holds import (
+    as_table,
+    held_steps,
+    hold_table,
+    rare_steps,
+    tpot_of_holds,
 )
-from kvtax.verdict.metrics import PROCESSES, TPOT
+from kvtax.verdict.latency import send_lag
+from kvtax.verdict.machine import graded, machine_record, without_left_out
+from kvtax.verdict.metrics import SCHEDULE, STEP, TIMED, TPOT
 from kvtax.verdict.roles import Roles, roles_of
+from kvtax.verdict.statements import Statements, decisive, noise_floor, reads_cpu
 from kvtax.verdict.trials import LoadedTrial
-from kvtax.verdict.warnings import config_warnings, interrupted_share, run_warnings
+from kvtax.verdict.verdict import overall_verdict
+from kvtax.verdict.warnings import config_warnings, run_warnings
+
+COMPARED = (SCHEDULE, STEP)
 
 
 @dataclass(frozen=True)
@@ -58,157 +60,234 @@ class Analysis:
     """
 
     document: PerConfig
+    evidence: Evidence
     roles: Roles
     warnings: dict[str | None, list[RunWarning]]
-    estimates: dict[str, ConfigEstimates]
     holds: dict[str, pl.DataFrame]
 
 
 def analyse(run: RunRecord, trials: list[LoadedTrial], commit: str | None) -> Analysis:
     """Compute the whole per_config.json of a run."""
-    steps = steps_of_run(run, trials)
-    return judge(evidence_of(run, trials, steps, commit))
-
-
-def steps_of_run(run: RunRecord, trials: list[LoadedTrial]) -> dict[str, ConfigSteps]:
-    """Put the steps of every config together that has any, by name."""
-    return steps_of_all(_by_config(trials), run.profile.load.ladder)
-
-
-def _by_config(trials: list[LoadedTrial]) -> dict[str, list[LoadedTrial]]:
-    by_config: dict[str, list[LoadedTrial]] = {}
-    for trial in trials:
-        by_config.setdefault(trial.config, []).append(trial)
-    return by_config
+    return judge(evidence_of(run, trials, commit))
 
 
 def evidence_of(
-    run: RunRecord,
-    trials: list[LoadedTrial],
-    steps: Mapping[str, ConfigSteps],
-    commit: str | None,
+    run: RunRecord, trials: list[LoadedTrial], commit: str | None
 ) -> Evidence:
-    """Reduce a run to what its verdicts rest on: a row for each hold."""
-    at_blocks = stated_cache_blocks(steps)
+    """Reduce a run to the evidence of its verdicts: a row for each hold."""
+    by_config: dict[str, list[LoadedTrial]] = {}
+    for trial in trials:
+        by_config.setdefault(trial.config, []).append(trial)
+    steps = steps_of_configs(by_config)
+    configs = {
+        name: _of_config(group, steps.get(name), run.profile)
+        for name, group in by_config.items()
+    }
+    at_blocks = _stated_blocks(configs, run.profile.load.ladder)
     return Evidence(
         run=run,
         report_git_commit=commit,
-        window=_window_record(at_blocks, trials) if at_blocks else None,
-        machine=machine_entry(trials, run.hosts),
-        hosts=host_entries(run.hosts, trials, steps),
-        configs={
-            name: _of_config(group, steps.get(name), at_blocks, run.profile.load.ladder)
-            for name, group in _by_config(trials).items()
-        },
+        window=WindowRecord(at_blocks) if at_blocks else None,
+        machine=machine_record(trials),
+        hosts=host_entries(run.hosts, trials, run.profile.load.ladder),
+        configs=configs,
     )
 
 
 def _of_config(
-    trials: list[LoadedTrial],
-    steps: ConfigSteps | None,
-    at_blocks: int | None,
-    ladder: Ladder,
+    trials: list[LoadedTrial], steps: pl.DataFrame | None, profile: ProfileRecord
 ) -> ConfigEvidence:
-    facts = config_entry(trials, steps, at_blocks)
+    ladder = profile.load.ladder
+    facts = measured(trials, steps, ladder)
     if steps is None:
         return ConfigEvidence(facts=facts)
+    good = [trial for trial in trials if trial.steps is not None]
+    readings = [trial.readings for trial in good if trial.readings is not None]
+    tpot_us = [
+        tpot_of_holds(t.repeat, t.requests.requests, profile.forward_us)
+        for t in good
+        if t.requests
+    ]
+    holds = hold_table(
+        steps,
+        pl.concat([NO_READINGS, *readings], how="diagonal"),
+        pl.concat(tpot_us),
+        ladder,
+    )
     return ConfigEvidence(
         facts=facts,
-        holds=hold_table(steps.held, steps.cpu).to_dict(as_series=False),
-        log_p50=steps.log_p50() | {TPOT: log_tpot(trials, ladder)},
-        growth_slopes=steps.growth_slopes(),
-        interrupted_share=interrupted_share(thin(steps.decodes, MAX_STEPS)),
+        holds=holds.to_dict(as_series=False),
+        growth_slopes={SCHEDULE: growth_slope(steps)},
+        curve=growth_curve(steps),
     )
 
 
-def judge(evidence: Evidence) -> Analysis:
-    """Compute per_config.json from what was measured."""
-    run, of = evidence.run, evidence.configs
-    roles = roles_of(run, of)
-    holds = {name: as_table(one.holds) for name, one in of.items() if one.holds}
-    estimates = estimate_all(holds, run.profile.looks)
-    comparison = Comparison({name: of[name].log_p50 for name in holds})
-    noise = noise_floor(estimates, comparison, roles)
-    reads_cpu = any(table[PROCESSES].count() for table in holds.values())
-    entries, level = {}, look_level(run.profile.looks)
-    for name, one in of.items():
-        entries[name] = msgspec.structs.replace(one.facts)
-        if found := estimates.get(name):
-            with_calls, ladder = (
-                one.facts.connector is not None,
-                run.profile.load.ladder,
-            )
-            promised = promised_metrics(with_calls, ladder, reads_cpu)
-            set_verdicts(entries[name], one, found, level, promised)
-    forward_ms = run.profile.forward_us / 1e3
-    compare_with_baseline(entries, comparison, roles.baseline, noise, forward_ms)
-    compare_with_floor(entries, comparison, roles.floor)
-    set_held_tpot(entries, comparison, roles.baseline)
-    warnings: dict[str | None, list[RunWarning]] = {
-        None: run_warnings(run, roles, noise)
-    }
-    for name in estimates:
-        warnings[name] = config_warnings(entries[name], of[name])
-        entries[name].warnings = [str(warning) for warning in warnings[name]]
-    document = PerConfig(
-        provenance=run.provenance | {"report_git_commit": evidence.report_git_commit},
-        profile=run.profile,
-        window=evidence.window,
-        noise_floor=noise,
-        warnings=[str(warning) for warning in warnings[None]],
-        configs=entries,
-        hosts=evidence.hosts,
-        machine=evidence.machine,
-    )
-    return Analysis(document, roles, warnings, estimates, holds)
-
-
-def stated_cache_blocks(steps: Mapping[str, ConfigSteps]) -> int | None:
+def _stated_blocks(configs: Mapping[str, ConfigEvidence], ladder: Ladder) -> int | None:
     """Return |cache| at the stated level, the median over the configs that have it."""
-    known = [one.level.cache_blocks for one in steps.values() if one.level]
+    known = []
+    for config in configs.values():
+        levels, many = config.holds.get("level", []), config.holds.get("many", [])
+        blocks = [
+            at
+            for at, level, big in zip(
+                config.holds.get("cache_blocks", []), levels, many, strict=True
+            )
+            if level == ladder.stated_level and not big and at is not None
+        ]
+        known += [float(np.median(blocks))] if blocks else []
     return round(float(np.median(known))) if known else None
 
 
-def _window_record(at_blocks: int, trials: list[LoadedTrial]) -> WindowRecord:
-    sizes = [t.facts.block_size for t in trials if t.facts]
-    block_size = int(sizes[0]) if sizes else 16
-    return WindowRecord(
-        at_cache_blocks=at_blocks,
-        requests_to_fill=requests_to_fill(at_blocks, trials, block_size),
+@dataclass(frozen=True)
+class _JudgedRun:
+    """What is common to all configs of a run."""
+
+    statements: Statements
+    roles: Roles
+    noise: NoiseFloor
+    refused: bool
+
+    def baselines_of(self, name: str) -> list[str]:
+        """Return the configs that `name` is compared with: equal ones, or none."""
+        baseline, twin = self.roles.baseline, self.roles.twin
+        if baseline is None or name == baseline or self.noise.differs:
+            return []
+        return [base for base in (baseline, twin) if base not in (None, name)]
+
+    def over_floor(self, name: str, column: str) -> Estimate | None:
+        """Return the ratio of a column to the floor's; None without, or for it."""
+        floor = self.roles.floor
+        if floor is None or floor == name or self.noise.differs:
+            return None
+        return self.statements.ratio(name, floor, column)
+
+
+def judge(evidence: Evidence) -> Analysis:
+    """Compute per_config.json from the evidence."""
+    run, profile = evidence.run, evidence.run.profile
+    roles = roles_of(run, evidence.configs)
+    tables = {
+        name: as_table(config.holds, profile.forward_us)
+        for name, config in evidence.configs.items()
+        if config.holds
+    }
+    machine = graded(evidence.machine, tables, roles.baseline)
+    holds = without_left_out(tables, machine)
+    ladder, level = profile.load.ladder, look_level(profile.looks)
+    statements = Statements.of(holds, ladder, level)
+    noise = noise_floor(statements, roles)
+    refused = machine is not None and machine.refused
+    common = _JudgedRun(statements, roles, noise, refused)
+    warnings: dict[str | None, list[RunWarning]] = {
+        None: run_warnings(run, roles, noise, machine)
+    }
+    configs = {}
+    for name, config in evidence.configs.items():
+        judged = _judged(name, config, common, ladder)
+        if judged.verdict != "failed":
+            warnings[name] = config_warnings(config.facts, judged.verdict, judged.held)
+            judged.warnings = [str(warning) for warning in warnings[name]]
+        configs[name] = judged
+    document = PerConfig(
+        provenance=run.provenance | {"report_git_commit": evidence.report_git_commit},
+        profile=profile,
+        baseline=roles.baseline,
+        floor=roles.floor,
+        window=evidence.window,
+        noise_floor=noise,
+        warnings=[str(warning) for warning in warnings[None]],
+        configs=configs,
+        hosts=evidence.hosts,
+        machine=machine,
+    )
+    return Analysis(document, evidence, roles, warnings, holds)
+
+
+def _judged(
+    name: str, evidence: ConfigEvidence, run: _JudgedRun, ladder: Ladder
+) -> Judged:
+    """State and judge one config."""
+    facts = {
+        field: getattr(evidence.facts, field)
+        for field in evidence.facts.__struct_fields__
+    }
+    growth = evidence.growth_slopes.get(SCHEDULE)
+    facts["growth_slope_us_per_1k_blocks"] = growth and Estimate(growth.value)
+    statements = run.statements
+    if name not in statements.holds:
+        return Judged(**facts, verdict="inconclusive" if evidence.holds else "failed")
+    table = statements.holds[name]
+    judged = statements.judgements(name, evidence.facts)
+    needed = decisive(table, ladder, reads_cpu(statements.holds))
+    held = statements.held(name, judged)
+    baselines = run.baselines_of(name)
+    return Judged(
+        **facts,
+        verdict="inconclusive" if run.refused else overall_verdict(judged, needed),
+        verdict_of={metric: of.verdict for metric, of in judged.items()},
+        not_measured=sorted(needed - judged.keys()),
+        held=held,
+        rare=rare_steps(table),
+        full_adds=statements.full_adds(name),
+        tpot_full_adds=statements.tpot_full_adds(name),
+        over_baseline=statements.over(name, baselines, TIMED),
+        tpot_over_baseline=statements.over(name, baselines, TPOT),
+        vs_noop={
+            column: ratio
+            for column in COMPARED
+            if (ratio := run.over_floor(name, column)) is not None
+        },
+        slope_us_per_1k_blocks=_schedule_slope(statements, name, held),
     )
 
 
-TIMES = ("schedule", "step")
+def _schedule_slope(
+    statements: Statements, name: str, held: Mapping[str, HeldLevels]
+) -> dict[str, Estimate]:
+    """Return the slope of schedule() in us per 1,000 blocks; without an interval."""
+    if (found := statements.fits[name].get(SCHEDULE)) is None:
+        return {}
+    slope, _ = found.slope()
+    return {SCHEDULE: Estimate(round(slope * 100 * (held[SCHEDULE].unit or 0.0), 3))}
 
 
 def host_entries(
-    hosts: Sequence[HostRecord] | None,
-    trials: Sequence[LoadedTrial],
-    steps: Mapping[str, ConfigSteps],
+    hosts: Sequence[HostRecord] | None, trials: Sequence[LoadedTrial], ladder: Ladder
 ) -> dict[str, HostEntry] | None:
     """Build an entry per host; None for a run on one machine."""
     if not hosts:
         return None
-    found = {}
+    entries = {}
     for host in hosts:
         own = [trial for trial in trials if trial.repeat in host.repeats]
-        found[host.host] = HostEntry(
+        lag = send_lag(own)
+        entries[host.host] = HostEntry(
             cpu_model=host.provenance.get("cpu_model"),
             repeats=sorted(host.repeats),
             servers=len(own),
             servers_that_count=sum(trial.steps is not None for trial in own),
-            send_lag_p99_ms=(send_lag_ms(own) or {}).get("p99"),
+            send_lag_p99_ms=lag.p99 if lag else None,
             p50_us={
                 name: levels
-                for name, one in steps.items()
-                if one.level and (levels := _levels(one.level, host.repeats))
+                for name in dict.fromkeys(trial.config for trial in own)
+                if (levels := _levels(name, own, ladder))
             },
         )
-    return found
+    return entries
 
 
-def _levels(level: Level, repeats: list[int]) -> dict[str, float]:
-    """p50 of TIMES in the steps of `repeats` alone."""
-    own = Level(level.steps.filter(pl.col("repeat").is_in(repeats)))
-    known = {time: own.quantiles(f"{time}_us") for time in TIMES}
-    return {time: quantiles["p50"] for time, quantiles in known.items() if quantiles}
+def _levels(
+    name: str, trials: Sequence[LoadedTrial], ladder: Ladder
+) -> dict[str, float]:
+    """Return p50 of COMPARED at the stated level in the servers of one config."""
+    own = steps_of_configs({name: [t for t in trials if t.config == name]})
+    if name not in own:
+        return {}
+    at = held_steps(own[name], ladder).filter(
+        "whole",
+        "decode_only",
+        ~pl.col("many"),
+        pl.col("level") == ladder.stated_level,
+    )
+    known = {time: quantile(at[f"{time}_us"], 0.5) for time in COMPARED}
+    return {time: round(us, 3) for time, us in known.items() if us is not None}

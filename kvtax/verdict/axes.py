@@ -201,21 +201,21 @@ def growth(cell: CellRecord, axis: str, time: str) -> Growth | None:
         return None
     us = np.array(passes)
     x = np.array(cell.levels[axis]) / AXES[axis].per
-    found = fit(_holds(cell, axis, time, us, x))
-    if found is None:
+    fitted = fit(_holds(cell, axis, time, us, x))
+    if fitted is None:
         return None
-    margin_us, slope = AXES[axis].margin_us, _slope(found)
-    verdict = judge_metric(found, LEVEL, margin_us).verdict
+    margin_us, slope = AXES[axis].margin_us, _slope(fitted)
+    verdict = judge_metric(fitted, LEVEL, margin_us * fitted.across).verdict
     power: Estimate | None = None
     shape: Shape | Literal["rare"] | None = None
     if verdict == "grows" and slope.low > margin_us:
-        power = median_of_passes(np.array([exponent(x, one) for one in us]))
+        power = median_of_passes(np.array([exponent(x, of_pass) for of_pass in us]))
         shape = _shape(power)
     elif verdict != "grows" and time == f"{ALL}_us" and slow_steps_rise(cell, axis):
         verdict, shape = "grows", RARE
     return Growth(
         levels=cell.levels[axis],
-        level_us=[float(one) for one in np.median(us, axis=0)],
+        level_us=[float(median) for median in np.median(us, axis=0)],
         last=median_of_passes(us[:, -1]),
         slope=slope,
         verdict=verdict,
@@ -257,9 +257,9 @@ def steepest(cell: CellRecord, axis: str) -> str | None:
     """Find the method that grows most along `axis`; None if none grows."""
     along = {time: growth(cell, axis, time) for time in methods(cell, axis)}
     rises = {
-        time: max(found.level_us) - found.level_us[0]
-        for time, found in along.items()
-        if found and found.verdict == "grows"
+        time: max(rise.level_us) - rise.level_us[0]
+        for time, rise in along.items()
+        if rise and rise.verdict == "grows"
     }
     return max(rises, key=rises.__getitem__, default=None)
 
@@ -267,7 +267,9 @@ def steepest(cell: CellRecord, axis: str) -> str | None:
 def _holds(cell: CellRecord, axis: str, time: str, us: Floats, x: Floats) -> Holds:
     """Take the holds of a cell in which nothing disturbed the machine, pass by pass.
 
-    Of an older cell it is not known when within a pass a level was held.
+    Where vLLM's own work is the same at every level, a hold in which it took longer has
+    its time as if it had not. Of an older cell it is not known when within a pass a
+    level was held.
     """
     passes, levels = us.shape
     of_axis = cell.holds.get(axis)
@@ -281,6 +283,8 @@ def _holds(cell: CellRecord, axis: str, time: str, us: Floats, x: Floats) -> Hol
     kept = np.ones(us.size, bool)
     if rest is not None:
         kept = (rest <= DISTURBED * np.median(rest, axis=0)).ravel()
+        if AXES[axis].alike:
+            us = us * np.median(rest) / rest
     return Holds(
         server=np.zeros(us.size, np.int64)[kept],
         level=np.tile(np.arange(levels), passes)[kept],
@@ -288,7 +292,6 @@ def _holds(cell: CellRecord, axis: str, time: str, us: Floats, x: Floats) -> Hol
         time_s=time_s.astype(float)[kept],
         age_s=age_s[kept],
         values=us.ravel()[kept],
-        control=rest.ravel()[kept] if rest is not None and AXES[axis].alike else None,
     )
 
 
@@ -305,9 +308,9 @@ def _rest_us(cell: CellRecord, axis: str) -> Floats | None:
     return rest if (rest > 0).all() else None
 
 
-def _slope(found: Fit) -> Estimate:
-    slope, error = found.slope()
-    reach = found.reach(error, LEVEL)
+def _slope(fitted: Fit) -> Estimate:
+    slope, error = fitted.slope()
+    reach = fitted.reach(error, LEVEL)
     return Estimate(slope, (slope - reach, slope + reach))
 
 

@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holds of a config: what each metric takes while |cache| stays at one level.
+"""The table of holds, on which every statement rests: a row for each hold of a config.
 
-A value is the mean without the slowest tenth of the hold's steps.
+Columns: `repeat`, `hold`, `level`, `many` (1 with many requests); the means of
+`cache_blocks`, `age_s` and `time_s`; each metric of kvtax.verdict.metrics, the self
+time of each method of the connector and the CPU time of each thread, in us per step;
+`own`, vLLM's own work in a step; `waited`, how long
+the engine's thread waited for a core, and `engine`, its CPU time; `steps` and `long`,
+how many steps took 1 ms more than usual.
 
-A mean over steps cannot be known where a few of them take most of the time: stalls of
-the machine do, too. But those come at every level alike. So long steps are counted; if
-the counts rise with the level, more than by chance, the cost grows.
+Own work is the rest of the engine's step: without schedule(), update_from_output(), the
+connector's calls, and the model's sleep as it was measured in that very step. With a
+real model it is the thread's CPU time without these. The median over decode-only steps.
 """
 
 from __future__ import annotations
@@ -17,82 +22,124 @@ import polars as pl
 
 from kvtax.records.per_config import RareSteps
 from kvtax.records.profile import Ladder
-from kvtax.records.requests import Phase
-from kvtax.stats.distribution import Floats
+from kvtax.records.requests import DECODERS, Phase, RequestRecord, place_of
 from kvtax.stats.held import Holds
+from kvtax.stats.quantiles import tpot_of
 from kvtax.stats.resampling import chance_of_rise
-from kvtax.verdict.metrics import METRICS, OF_CPU, PROCESSES, THREADS, Metric
+from kvtax.steps.parts import method_columns
+from kvtax.steps.trial_steps import READING_SCHEMA, THREAD
+from kvtax.verdict.metrics import (
+    AFTER_IDLE,
+    CALLS,
+    CALLS_MANY,
+    HIT,
+    LONG_PROMPT,
+    MEMORY,
+    METRICS,
+    PREFILL,
+    PROCESSES,
+    SCHEDULE,
+    STEP,
+    THREADS,
+    TIMED,
+    TIMED_MANY,
+    TPOT,
+)
 
 PLACE = ("repeat", "hold", "level")
-# What is cut off at the slow end of a hold: stalls of the machine, and rare costs.
+# The part that is cut off at the slow end of `timed`: stalls of the machine.
 SLOWEST = 0.1
 LONG_US = 1_000.0
 CHANCE = 0.001
-# The control: vLLM's own work in a step, and the model.
-REST = "rest"
-# All but the whole step, of which it is a part.
-CONTROLLED = frozenset({*METRICS, *OF_CPU} - {"step"})
+OWN, REST = "own", "rest"
+EVENTS = {AFTER_IDLE: Phase.AFTER_IDLE, HIT: Phase.HIT, LONG_PROMPT: Phase.LONG}
 # Of numbers in a table of holds.
 DIGITS = 3
 
 
 def held_steps(steps: pl.DataFrame, ladder: Ladder) -> pl.DataFrame:
-    """Select the steps of holds in which all of their decoders run.
+    """Select the steps of holds; `whole` are those in which all decoders run.
 
     `many` is whether those are the ladder's `many_decoders`.
     """
     # Older drivers did not name the requests of a hold.
     decoders = pl.col("decoders").replace(0, ladder.decoders)
-    held = steps.filter(pl.col("phase") == Phase.HOLD, pl.col("batch") >= decoders)
-    return held.with_columns((decoders > ladder.decoders).alias("many"))
+    return steps.filter(pl.col("phase") == Phase.HOLD).with_columns(
+        (decoders > ladder.decoders).alias("many"),
+        (pl.col("batch") >= decoders).alias("whole"),
+    )
 
 
-def holds_of(held: pl.DataFrame, metric: Metric) -> Holds | None:
-    """Compute what `metric` is in each hold; None where it was not measured."""
-    return as_holds(_places(held).join(_values(held, metric), on=PLACE), "us")
+def hold_table(
+    steps: pl.DataFrame,
+    readings: pl.DataFrame,
+    tpot_us: pl.DataFrame,
+    ladder: Ladder,
+) -> pl.DataFrame:
+    """Tabulate the holds of a config from the steps of all phases.
 
-
-def holds_of_cpu(held: pl.DataFrame, cpu: pl.DataFrame) -> Holds | None:
-    """Sum the CPU time per step of `cpu` in each hold; None without any."""
-    us = cpu.group_by(PLACE).agg(pl.col("us_per_step").sum().alias("us"))
-    return as_holds(_places(held).join(us, on=PLACE), "us")
-
-
-def hold_table(held: pl.DataFrame, cpu: pl.DataFrame) -> pl.DataFrame:
-    """Tabulate the holds: place, |cache|, age, time, and each metric in us per step.
-
-    CPU times are of holds with few decoders: those of PROCESSES, and of all else in
-    `cpu`, nothing if no thread was started.
+    `readings` are those of kvtax.steps.trial_steps, `tpot_us` that of `tpot_of_holds`.
     """
-    table = _places(held)
-    for name, metric in METRICS.items():
-        table = table.join(_values(held, metric, name), on=PLACE, how="left")
-    of_all, us = pl.col("of") == PROCESSES, pl.col("us_per_step")
-    read = cpu.group_by(PLACE).agg(
-        us.filter(~of_all).sum().alias(THREADS),
-        us.filter(of_all).sum().alias(PROCESSES),
+    held = held_steps(steps, ladder)
+    whole = held.filter("whole")
+    parts = [
+        _calls(held, CALLS, many=False),
+        _calls(held, CALLS_MANY, many=True),
+        _usual(whole, TIMED, many=False),
+        _usual(whole, TIMED_MANY, many=True),
+        _mean(whole.filter("prefills", ~pl.col("many")), "connector_us", PREFILL),
+        *(_trimmed(whole, f"{name}_us", name) for name in (SCHEDULE, STEP)),
+        _own(whole),
+        *(_event(steps, name, phase) for name, phase in EVENTS.items()),
+        *(
+            _mean(held.filter(~pl.col("many")), name, name.removesuffix("_us"))
+            for name in method_columns(held)
+        ),
+        _of_readings(readings),
+        tpot_us,
+        long_steps(whole),
+    ]
+    table = _places(whole)
+    for part in parts:
+        table = table.join(part, on=PLACE, how="left")
+    few = pl.when(~pl.col("many"))
+    beside = [n for n in table.columns if n.startswith(THREAD)]
+    table = table.with_columns(
+        few.then(name).alias(name) for name in (THREADS, PROCESSES, TPOT, *beside)
     )
-    table = table.join(read, on=PLACE, how="left").with_columns(
-        pl.when(~pl.col("many")).then(name).alias(name) for name in OF_CPU
-    )
-    table = table.join(_rest(held), on=PLACE, how="left")
-    counts = long_steps(held)
-    table = table.join(counts, on=PLACE, how="left").sort(PLACE)
-    return table.with_columns(
+    return table.sort(PLACE).with_columns(
         pl.col("many").cast(pl.Int64),
         pl.col(pl.Float32, pl.Float64).cast(pl.Float64).round(DIGITS),
     )
 
 
-def as_table(columns: Mapping[str, Sequence[float | None]]) -> pl.DataFrame:
-    """Read a table of holds from a file's columns."""
+def as_table(
+    columns: Mapping[str, Sequence[float | None]], forward_us: float
+) -> pl.DataFrame:
+    """Read a table of holds from a file's columns.
+
+    Older files have no `own`: there it is `rest` without the `forward_us` that the
+    model was to sleep.
+    """
     table = pl.DataFrame(dict(columns), schema=dict.fromkeys(columns, pl.Float64))
+    if OWN not in table.columns and REST in table.columns:
+        table = table.with_columns((pl.col(REST) - forward_us).alias(OWN))
     return table.cast(dict.fromkeys((*PLACE, "many", "steps", "long"), pl.Int64))
 
 
-def as_holds(rows: pl.DataFrame, name: str) -> Holds | None:
-    """Select the rows of a table of holds that have the metric; None without any."""
-    rows = rows.filter(pl.col(name).is_not_null()).sort(PLACE)
+def metric_holds(rows: pl.DataFrame, name: str) -> Holds | None:
+    """Select the holds that have a column, in its unit; None without any."""
+    if name not in rows.columns:
+        return None
+    own = pl.when(pl.col(OWN) > 0).then(OWN)
+    few = pl.when(pl.col(OWN) > 0, pl.col("many") == 0).then(OWN)
+    unit = {
+        "own work of the hold": own,
+        "own work of the server": few.median().over("repeat"),
+        "MiB": pl.lit(1.0),
+    }[METRICS[name].of if name in METRICS else "own work of the hold"]
+    rows = rows.with_columns((pl.col(name) / unit).alias("value"))
+    rows = rows.filter(pl.col("value").is_finite()).sort(PLACE)
     if not rows.height:
         return None
     return Holds(
@@ -101,16 +148,33 @@ def as_holds(rows: pl.DataFrame, name: str) -> Holds | None:
         x=rows["cache_blocks"].cast(pl.Float64).to_numpy() / 1_000,
         time_s=rows["time_s"].cast(pl.Float64).to_numpy(),
         age_s=rows["age_s"].cast(pl.Float64).to_numpy(),
-        values=rows[name].cast(pl.Float64).to_numpy(),
-        control=_control(rows) if name in CONTROLLED else None,
+        values=rows["value"].cast(pl.Float64).to_numpy(),
     )
 
 
-def _control(rows: pl.DataFrame) -> Floats | None:
-    rest = rows[REST].cast(pl.Float64) if REST in rows.columns else pl.Series([None])
-    if rest.null_count() or (rest <= 0).any():
-        return None
-    return np.asarray(rest.to_numpy(), float)
+def tpot_of_holds(
+    repeat: int, requests: Sequence[RequestRecord], forward_us: float
+) -> pl.DataFrame:
+    """Tabulate the median TPOT of the requests that decode in each hold, in us.
+
+    Without the `forward_us` that the model is to sleep for each token.
+    """
+    rows = []
+    for request in requests:
+        phase = Phase.of(request.phase)
+        decodes = phase is Phase.FILL and request.phase.endswith(DECODERS)
+        if not decodes or request.status != "ok":
+            continue
+        if request.first_token_ns is None or request.end_ns is None:
+            continue
+        first_us, end_us = request.first_token_ns / 1e3, request.end_ns / 1e3
+        us = tpot_of(first_us, end_us, request.output_tokens or 0)
+        if us is not None:
+            place = place_of(request.phase)
+            rows.append((repeat, place.number, place.level, us - forward_us))
+    schema = {**{name: READING_SCHEMA[name] for name in PLACE}, TPOT: pl.Float64()}
+    us_of_requests = pl.DataFrame(rows, schema, orient="row")
+    return us_of_requests.group_by(PLACE).agg(pl.col(TPOT).median())
 
 
 def _places(held: pl.DataFrame) -> pl.DataFrame:
@@ -122,33 +186,68 @@ def _places(held: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _rest(held: pl.DataFrame) -> pl.DataFrame:
-    """Compute the median of what a step takes besides scheduler and connector."""
-    rest = pl.col("step_us") - pl.col("overhead_us")
-    own = held.filter("decode_only", rest.is_finite())
-    return own.group_by(PLACE).agg(rest.cast(pl.Float64).median().alias(REST))
+def _own(whole: pl.DataFrame) -> pl.DataFrame:
+    """Compute vLLM's own work in the decode-only steps of each hold."""
+    overhead = pl.col("overhead_us")
+    beside_model = pl.col("step_us") - pl.col("forward_us") - overhead
+    own = pl.coalesce(beside_model, pl.col("thread_cpu_us") - overhead)
+    decodes = whole.filter("decode_only", own.is_finite())
+    return decodes.group_by(PLACE).agg(own.cast(pl.Float64).median().alias(OWN))
 
 
-def _values(held: pl.DataFrame, metric: Metric, name: str = "us") -> pl.DataFrame:
+def _calls(held: pl.DataFrame, name: str, many: bool) -> pl.DataFrame:
+    """Compute the mean of the connector's calls over all steps of each hold."""
+    return _mean(held.filter(pl.col("many") == many), "connector_us", name)
+
+
+def _mean(steps: pl.DataFrame, time: str, name: str) -> pl.DataFrame:
+    own = steps.filter(pl.col(time).is_finite())
+    return own.group_by(PLACE).agg(pl.col(time).cast(pl.Float64).mean().alias(name))
+
+
+def _usual(whole: pl.DataFrame, name: str, many: bool) -> pl.DataFrame:
+    own = whole.filter(pl.col("many") == many)
+    return _without_slowest(own, "overhead_us", name)
+
+
+def _trimmed(whole: pl.DataFrame, time: str, name: str) -> pl.DataFrame:
+    return _without_slowest(whole.filter("decode_only", ~pl.col("many")), time, name)
+
+
+def _without_slowest(steps: pl.DataFrame, time: str, name: str) -> pl.DataFrame:
     """Compute the mean without the slowest tenth of each hold's steps."""
-    time = pl.col(metric.time)
-    own = held.filter(time.is_finite(), pl.col("many") == metric.many)
-    if metric.steps != "all":
-        own = own.filter(metric.steps)
-    usual = time.filter(time <= time.quantile(1 - SLOWEST, "higher")).mean()
-    values = own.group_by(PLACE).agg(
-        usual.cast(pl.Float64).alias(name), pl.len().alias("n")
+    us = pl.col(time)
+    usual = us.filter(us <= us.quantile(1 - SLOWEST, "equiprobable")).mean()
+    own = steps.filter(us.is_finite())
+    return own.group_by(PLACE).agg(usual.cast(pl.Float64).alias(name))
+
+
+def _event(steps: pl.DataFrame, name: str, phase: Phase) -> pl.DataFrame:
+    """Sum the connector's calls in the steps of what followed each hold."""
+    own = steps.filter(pl.col("phase") == phase, pl.col("connector_us").is_finite())
+    return own.group_by(PLACE).agg(
+        pl.col("connector_us").cast(pl.Float64).sum().alias(name)
     )
-    return values.filter(pl.col("n") >= metric.least_steps).drop("n")
 
 
-def long_steps(held: pl.DataFrame) -> pl.DataFrame:
+def _of_readings(readings: pl.DataFrame) -> pl.DataFrame:
+    threads = [name for name in readings.columns if name.startswith(THREAD)]
+    known = pl.col(PROCESSES).is_not_null()
+    summed = pl.sum_horizontal(threads) if threads else pl.lit(0.0)
+    return readings.select(
+        *PLACE,
+        pl.when(known).then(summed).alias(THREADS),
+        *(PROCESSES, "engine", "waited", MEMORY, *threads),
+    )
+
+
+def long_steps(whole: pl.DataFrame) -> pl.DataFrame:
     """Count the steps of each hold with few decoders, and the long ones.
 
     Long is one in which the connector's calls (without a connector, scheduler and
     calls) took LONG_US more than usual in its hold.
     """
-    own = held.filter(~pl.col("many"))
+    own = whole.filter(~pl.col("many"))
     with_calls = own["connector_us"].null_count() < own.height
     time = pl.col("connector_us" if with_calls else "overhead_us")
     own = own.filter(time.is_finite())
@@ -176,3 +275,11 @@ def rare_steps(holds: pl.DataFrame) -> RareSteps | None:
             own["repeat"].cast(pl.Int64).to_numpy(),
         ),
     )
+
+
+def own_us(rows: pl.DataFrame) -> float | None:
+    """Return the median of own work over the holds with few requests, in us."""
+    if OWN not in rows.columns:
+        return None
+    own = rows.filter(pl.col("many") == 0)[OWN].drop_nulls().to_numpy()
+    return float(np.median(own)) if len(own) else None

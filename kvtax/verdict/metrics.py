@@ -1,14 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics that may grow with |cache|: what of a step, in which steps of a hold.
+"""Metrics that may grow with |cache|, each a column of the table of holds.
 
-`timed` is what scheduler and connector take of a step: schedule(), update_from_output()
-and the connector's calls in the worker. Most tokens wait for it. `timed_many` is the
-same with many requests, `prefill` the connector's calls in steps with prefill. What
-runs beside the step is CPU time: `threads` of the engine's process that are not vLLM's
-own, and all `processes` of the server. `step` is the whole step, the model too.
+`calls` are the connector's calls, all of them, in all steps of a hold: nothing is cut
+away, so a cost in few steps counts in full. `timed` is what scheduler and connector
+take of a step: schedule(), update_from_output() and the connector's calls in the
+worker, without the slowest tenth of the steps, which stalls of the machine are in.
+`prefill` are the calls in steps with prefill. Names in `_many` are of holds with many
+requests. CPU time beside the step is that of `threads` of the engine's process which
+are not vLLM's own, and of all `processes` of the server. `tpot` is the time per output
+token as clients see it, without the model's sleep, `step` the whole engine step. Behind
+some holds there are a request after a second of idleness, prompts that hit the prefix
+cache and long prompts: `after_idle`, `hit` and `long_prompt` are the connector's calls
+in their steps.
 
-Values are means without the slowest tenth of the steps, which stalls of the machine and
-rare costs are in; of `timed`, costs in fewer steps are counted (kvtax.verdict.rare).
+All are in us, and are judged as shares of vLLM's own work in the same hold. Own work is
+a part of `tpot` and `step`, and a cost that slows it down, such as a thread that keeps
+the interpreter, would hide: they are shares of the server's own work over all of its
+holds. `memory` is in MiB.
 """
 
 from __future__ import annotations
@@ -16,58 +24,53 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-# 35 us at 17,500 blocks, 0.5 % of a 7 ms forward.
-MARGIN_US_PER_1K_BLOCKS = 2.0
-Steps = Literal["decode_only", "prefills", "all"]
-
 
 @dataclass(frozen=True)
 class Metric:
-    """`time` is a column of kvtax.steps.trial_steps, or `of` one of CPU times.
+    """`margin` is the share of own work that a full cache may add to what is flat.
 
-    A hold with fewer of its steps than `least_steps` has no value. Growth by less than
-    the margin is no growth.
+    Where a metric `decides`, nothing is flat without it.
     """
 
-    time: str
-    steps: Steps = "all"
-    least_steps: int = 10
+    margin: float
+    decides: bool = False
     many: bool = False
-    margin_us_per_1k_blocks: float = MARGIN_US_PER_1K_BLOCKS
+    of: Literal["own work of the hold", "own work of the server", "MiB"] = (
+        "own work of the hold"
+    )
 
 
-def number(found: object) -> float:
-    """Convert an aggregate of a polars column to a float; 0 for an empty column."""
-    return float(found) if isinstance(found, int | float) else 0.0
-
-
-# Metrics that also get a level (time at a fixed |cache|), as medians.
-LEVELS = {
-    "schedule": Metric("schedule_us", "decode_only"),
-    "overhead": Metric("overhead_us", "decode_only"),
-    "step": Metric("step_us", "decode_only"),
+TIMED, TIMED_MANY, CALLS, CALLS_MANY = "timed", "timed_many", "calls", "calls_many"
+PREFILL, RARE, LONG_CALLS = "prefill", "rare", "long calls"
+THREADS, PROCESSES, TPOT, MEMORY = "threads", "processes", "tpot", "memory"
+AFTER_IDLE, HIT, LONG_PROMPT = "after_idle", "hit", "long_prompt"
+SCHEDULE, STEP = "schedule", "step"
+# Own work of a decode step is some 600 us: 5 % of it are 0.4 % of a 7 ms forward.
+METRICS = {
+    CALLS: Metric(0.05, decides=True),
+    CALLS_MANY: Metric(0.10, decides=True, many=True),
+    TIMED: Metric(0.05, decides=True),
+    TIMED_MANY: Metric(0.10, decides=True, many=True),
+    # 25 % are 150 us, 0.2 % of a prompt's 100 ms.
+    PREFILL: Metric(0.25, decides=True),
+    THREADS: Metric(0.05, decides=True),
+    TPOT: Metric(0.10, of="own work of the server"),
+    STEP: Metric(0.10, of="own work of the server"),
+    PROCESSES: Metric(0.10),
+    AFTER_IDLE: Metric(0.25),
+    HIT: Metric(0.25),
+    LONG_PROMPT: Metric(0.25),
+    MEMORY: Metric(64.0, of="MiB"),
 }
-# Between tokens of a request, as its client sees them.
-TPOT = "tpot"
-TIMED, TIMED_MANY, PREFILL, RARE = "timed", "timed_many", "prefill", "rare"
-THREADS, PROCESSES = "threads", "processes"
-OF_STEPS = {
-    TIMED: Metric("overhead_us"),
-    # Such a step takes twice as long, and more.
-    TIMED_MANY: Metric("overhead_us", many=True, margin_us_per_1k_blocks=4.0),
-    # The margin is 175 us at 17,500 blocks: 0.2 % of a prompt's 100 ms.
-    PREFILL: Metric("connector_us", "prefills", 1, margin_us_per_1k_blocks=10.0),
-}
-# CPU time beside the step, one value a hold.
-OF_CPU = (THREADS, PROCESSES)
-METRICS = LEVELS | OF_STEPS
-# All that have a verdict.
-JUDGED = (*OF_STEPS, THREADS, PROCESSES, *LEVELS)
-# Flat rests on these: what was timed. A bound on the others is stated beside it.
-DECISIVE = (*OF_STEPS, THREADS)
+# Where the connector's calls are known whole, they decide in the place of these.
+DECIDED_BY_CALLS = {TIMED: CALLS, TIMED_MANY: CALLS_MANY}
+# Columns that are fitted, and not judged.
+DESCRIBED = (SCHEDULE,)
 
 
-def margin_of(name: str) -> float:
-    """Return the margin of a metric in us per 1,000 blocks."""
-    metric = METRICS.get(name)
-    return metric.margin_us_per_1k_blocks if metric else MARGIN_US_PER_1K_BLOCKS
+def is_part(name: str) -> bool:
+    """Return whether a column is a method of the connector or a thread."""
+    return name.startswith(("scheduler.", "worker.", THREAD_PART))
+
+
+THREAD_PART = "thread "

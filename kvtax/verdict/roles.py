@@ -66,29 +66,29 @@ Kind = Literal["right", "false flat", "false grows", "wrong", "undecided"]
 
 @dataclass(frozen=True)
 class ExpectedVerdict:
-    """Expected and found verdict of a config."""
+    """Expected and actual verdict of a config."""
 
     config: str
     expected: Verdict
-    found: Verdict
+    verdict: Verdict
 
     @property
     def kind(self) -> Kind:
         """`undecided` is no answer, a failed config's too; `wrong` is another error."""
-        if self.found == self.expected:
+        if self.verdict == self.expected:
             return "right"
-        if self.found in ("inconclusive", "failed"):
+        if self.verdict in ("inconclusive", "failed"):
             return "undecided"
-        if self.found == "flat":
+        if self.verdict == "flat":
             return "false flat"
-        return "false grows" if self.found == "grows" else "wrong"
+        return "false grows" if self.verdict == "grows" else "wrong"
 
     def __str__(self) -> str:
-        return f"{self.config}: expected {self.expected}, found {self.found}"
+        return f"{self.config}: expected {self.expected}, is {self.verdict}"
 
 
 def outcomes(document: PerConfig, roles: Roles) -> list[ExpectedVerdict]:
-    """One for each config whose role names a verdict, in the run's order."""
+    """Return the verdicts of configs whose role names one, in the run's order."""
     return [
         ExpectedVerdict(name, expected, entry.verdict)
         for name, entry in document.configs.items()

@@ -13,8 +13,9 @@ from kvtax.records.files import read_document
 from kvtax.records.requests import Phase, Requests, read_requests
 from kvtax.records.run import PLAN_FILE, RunRecord, TrialRecord
 from kvtax.records.steps import STEPS, only_life
+from kvtax.steps.forwards import FORWARDS, with_forwards
 from kvtax.steps.life import whole_steps
-from kvtax.steps.trial_steps import read_cpu_of_holds, trial_steps
+from kvtax.steps.trial_steps import read_holds, trial_steps
 
 # Methods that the recorder could not time, and the times that have them in.
 NOT_TIMED = "not_timed"
@@ -25,9 +26,9 @@ SUMS = ("connector_us", "worker_calls_us", "overhead_us")
 class LoadedTrial:
     """One server lifetime. `error` says why it has no `steps`; else it is None.
 
-    `steps` and `cpu` are tables of kvtax.steps.trial_steps. A trial
-    whose requests were sent `late` has no steps of growth and plateau, where the load
-    is open: only what was held.
+    `steps` and `readings` are tables of kvtax.steps.trial_steps. A trial whose requests
+    were sent `late` has no steps of growth and plateau, where the load is open: only
+    those of the holds.
     """
 
     config: str
@@ -35,7 +36,7 @@ class LoadedTrial:
     error: str | None
     facts: TrialRecord | None  # None if it was never written
     steps: pl.DataFrame | None = None
-    cpu: pl.DataFrame | None = None
+    readings: pl.DataFrame | None = None
     requests: Requests | None = None
     engine_steps: int = 0
     worker_steps: int = 0
@@ -62,11 +63,19 @@ def load_run(run_dir: Path) -> tuple[RunRecord, list[LoadedTrial]]:
     run = read_document(path, RunRecord)
     if not run.plan:
         raise RecordsError(f"{path}: the plan is empty; nothing was run")
-    return run, [load_trial(run_dir, trial.config, trial.repeat) for trial in run.plan]
+    sleeps_us = run.profile.forward_us if run.profile.null_model else None
+    return run, [
+        load_trial(run_dir, trial.config, trial.repeat, sleeps_us) for trial in run.plan
+    ]
 
 
-def load_trial(run_dir: Path, config: str, repeat: int) -> LoadedTrial:
-    """Load the trial in RUN_DIR/<config>/r<repeat>, failed or not."""
+def load_trial(
+    run_dir: Path, config: str, repeat: int, sleeps_us: float | None = None
+) -> LoadedTrial:
+    """Load the trial in RUN_DIR/<config>/r<repeat>, failed or not.
+
+    The null model sleeps `sleeps_us` in each step, where the trial does not say more.
+    """
     folder = run_dir / config / f"r{repeat}"
     if not (folder / "trial.json").is_file():
         return LoadedTrial(config, repeat, "never finished: no trial.json", None)
@@ -87,7 +96,8 @@ def load_trial(run_dir: Path, config: str, repeat: int) -> LoadedTrial:
         steps = steps.with_columns(
             pl.lit(None, pl.Float32).alias(sum_) for sum_ in SUMS
         )
-    cpu = read_cpu_of_holds(repeat, steps, requests, life / "threads.jsonl")
+    steps = with_forwards(steps, folder / FORWARDS, sleeps_us)
+    readings = read_holds(repeat, steps, requests, life / "threads.jsonl")
     if requests.end and not requests.end.valid:
         steps = steps.filter(~pl.col("phase").is_in([Phase.GROWTH, Phase.PLATEAU]))
     decode = steps.filter("decode_only")
@@ -97,7 +107,7 @@ def load_trial(run_dir: Path, config: str, repeat: int) -> LoadedTrial:
         error=None,
         facts=facts,
         steps=steps,
-        cpu=cpu,
+        readings=readings,
         requests=requests,
         engine_steps=recorded.table.height,
         worker_steps=recorded.worker_records,

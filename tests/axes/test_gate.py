@@ -59,7 +59,7 @@ def test_a_slope_a_level_and_a_shape_can_be_limited(limits, limit, kept):
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_cannot_be_decided_passes_unless_the_default_says_fail(limits, fails):
     cell = made(noise=0.8, running=curve("running", 1, 60.0))
-    default = '[default]\nundecided = "fail"\n' if fails else ""
+    default = 'undecided = "fail"\n' if fails else ""
     told = limits(f"{default}[axes.running]\nslope_us = {{ connector = 0.2 }}\n")
     (check,) = check_cell(cell, told)
     assert (check.outcome, check.fails) == ("undecided", fails)
@@ -77,7 +77,7 @@ def test_a_method_that_the_connector_has_not_is_refused_with_those_it_has(limits
         "[axes.speed]\n",
         "[axes.running]\nslope = 1\n",
         "[axes.running]\nslope_us = { connector = nan }\n",
-        "[default]\nslope_us_per_1k_blocks = { schedule = nan }\n",
+        "[configs.a]\nfull_adds = { timed = nan }\n",
     ],
 )
 def test_an_unknown_axis_or_limit_or_one_that_nothing_breaks_is_refused(limits, text):
@@ -106,9 +106,7 @@ def gated(tmp_path, monkeypatch, capsys):
     failed = msgspec.structs.replace(made(), means_us={}, error="no GPU")
     write_document(tmp_path / "failed.json", failed)
     (tmp_path / "torn.json").write_bytes((tmp_path / "old.json").read_bytes()[:500])
-    (tmp_path / "sweep.toml").write_text(
-        '[default]\nundecided = "fail"\n[axes.cache]\n'
-    )
+    (tmp_path / "sweep.toml").write_text('undecided = "fail"\n[axes.cache]\n')
     (tmp_path / "latin.toml").write_bytes(b"# \xe9\n")
     (tmp_path / "wrong.toml").write_text("[axes.running]\nslope_us = { walk = 1 }\n")
 
@@ -233,7 +231,7 @@ def test_cpu_time_beside_the_engine_is_limited_and_compared_as_a_method_is(
 
 
 def test_what_a_sweep_limits_stands_in_the_same_file(limits):
-    assert limits('[default]\nundecided = "fail"\n[configs.a]\n').axes == {}
+    assert limits('undecided = "fail"\n[configs.a]\n').axes == {}
 
 
 def test_new_growth_that_falls_again_is_broken_and_old_growth_of_that_kind_is_not():

@@ -177,7 +177,7 @@ def trial_steps(
     schedule_cpu = 40 + 3 * batch + grown + noise + offset + meta
     schedule = with_outliers(rng, schedule_cpu, 0.02)
     finished = (truth.get_finished or 0.0) + rng.exponential(0.5, steps)
-    execute = 150 + 2 * batch + finished + 1.2 + rng.exponential(6, steps)
+    execute = 600 + 2 * batch + finished + 1.2 + rng.exponential(6, steps)
     update = 30 + rng.exponential(3, steps)
     engine = step_columns(
         "engine",

@@ -7,10 +7,8 @@ import json
 import os
 import subprocess
 import sys
-from itertools import product
 
 import msgspec
-import polars as pl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,12 +18,6 @@ from kvtax.engine import gpus, preflight
 from kvtax.engine.gpus import gpu_problems, has_rdma
 from kvtax.engine.preflight import PreflightError
 from kvtax.paths import CONFIGS, REPOSITORY
-from kvtax.records.per_config import ServerConditions
-from kvtax.records.requests import Phase
-from kvtax.records.run import HostRecord, MachineLoad, TrialRecord
-from kvtax.verdict.holds import PLACE
-from kvtax.verdict.machine import grade, machine_entry
-from kvtax.verdict.trials import LoadedTrial
 from microbench.machine_fit import (
     LEAST_BLOCKS,
     DoesNotFit,
@@ -292,104 +284,3 @@ def test_more_memory_never_holds_less_and_nothing_is_served_that_does_not_fit(
     )
     more = fit_shape(memory_bytes + GIB, config, BLOCKS, BLOCK_TOKENS)
     assert more.layers >= fit.layers
-
-
-QUIET = {"yardstick_spread": 1.1, "steal_share": 0.001, "others_cores": 0.01}
-
-
-def server(repeat: int = 0, **numbers: float | None) -> ServerConditions:
-    return ServerConditions("noop", repeat, 70.0, **QUIET | numbers)
-
-
-@pytest.mark.parametrize(
-    ("numbers", "apart", "expected", "word"),
-    [
-        ({}, 0.10, "quiet", ""),
-        ({}, 0.11, "uneven", "11% longer on one server"),
-        ({}, 0.31, "busy", "31% longer on one server"),
-        ({"yardstick_spread": 1.3}, 0.05, "quiet", ""),
-        ({"yardstick_spread": 1.31}, 0.05, "uneven", "1.31 times as long in some"),
-        ({"yardstick_spread": 2.5}, 0.05, "busy", "2.50 times as long in some holds"),
-        ({"steal_share": 0.01}, 0.05, "quiet", ""),
-        ({"steal_share": 0.02}, 0.05, "uneven", "2.0% of the time of the cores"),
-        ({"steal_share": 0.06}, 0.05, "busy", "6.0% of the time of the cores"),
-        ({"others_cores": 0.05}, 0.05, "quiet", ""),
-        ({"others_cores": 0.2}, 0.05, "uneven", "0.20 of a core"),
-        ({"others_cores": 1.4}, 0.05, "busy", "1.40 of a core"),
-        ({"yardstick_spread": None}, 0.05, "uneven", "not known"),
-        ({"others_cores": None}, 0.05, "uneven", "not known"),
-        ({}, None, "uneven", "no yardstick"),
-    ],
-)
-def test_the_worst_number_of_the_worst_server_grades_the_machine(
-    numbers, apart, expected, word
-):
-    found, reasons = grade([server(), server(1, **numbers)], apart)
-    assert found == expected
-    assert len(reasons) == (expected != "quiet")
-    assert word in " ".join(reasons)
-
-
-def test_each_number_that_is_not_quiet_is_a_reason_that_names_the_server():
-    worse = server(1, steal_share=0.02, others_cores=0.5)
-    found, reasons = grade([server(), worse, server(2, steal_share=0.015)], 0.0)
-    assert found == "busy"
-    assert [reason.partition("(")[2] for reason in reasons] == [
-        "noop r1, the worst of 2 such servers)",
-        "noop r1, the worst of 1 such servers)",
-    ]
-
-
-def test_one_server_alone_is_compared_with_no_other():
-    assert grade([server()], None) == ("quiet", [])
-
-
-LOAD = MachineLoad(cores=2, seconds=30.0, steal_share=0.001, others_cores=0.02)
-
-
-def trial(
-    repeat: int, us: float | None, load: MachineLoad | None = LOAD
-) -> LoadedTrial:
-    """Ten holds of four steps, one of which has a yardstick; one hold is slow."""
-    phases = Phase.FILL, Phase.HOLD
-    rows = []
-    for hold in range(10):
-        times = 5.0 if hold == 7 else 1.0
-        for phase, step in product(phases, range(4)):
-            timed = us is not None and step == 0
-            us_here = us * (50.0 if phase == Phase.FILL else times) if timed else None
-            rows.append((int(phase), us_here, *[hold] * len(PLACE)))
-    schema = {"phase": pl.UInt8, "yardstick_us": pl.Float32}
-    schema |= dict.fromkeys(PLACE, pl.UInt8)
-    steps = pl.DataFrame(rows, schema=schema, orient="row")
-    facts = TrialRecord(
-        config="noop",
-        repeat=repeat,
-        status="ok",
-        num_blocks=1,
-        block_size=16,
-        machine=load,
-    )
-    return LoadedTrial("noop", repeat, None, facts, steps)
-
-
-def test_servers_are_compared_by_their_holds():
-    found = machine_entry([trial(0, 70.0), trial(1, 84.0)], None)
-    assert found is not None
-    assert (found.grade, found.cores) == ("uneven", 2)
-    assert found.yardstick_us == 77.0
-    assert found.yardstick_apart == 0.2
-    # One hold of ten that is five times slower.
-    assert [one.yardstick_spread for one in found.servers] == [1.4, 1.4]
-    assert len(found.reasons) == 2
-
-
-def test_servers_of_two_hosts_need_not_be_alike():
-    hosts = [HostRecord("a", [0, 1], {}), HostRecord("b", [2, 3], {})]
-    trials = [trial(0, 70.0), trial(1, 71.4), trial(2, 140.0), trial(3, 140.0)]
-    found = machine_entry(trials, hosts)
-    assert found is not None and found.yardstick_apart == 0.02
-
-
-def test_an_older_run_has_no_grade():
-    assert machine_entry([trial(0, None, None), trial(1, None, None)], None) is None

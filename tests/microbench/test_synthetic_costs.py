@@ -275,7 +275,7 @@ def test_a_cost_has_its_verdict_wherever_it_is(name, configs):
 @pytest.mark.parametrize("name", [*SHAPES, "falling"])
 def test_every_shape_is_named(name, configs):
     shape = SHAPES[name][1] if name in SHAPES else "falls"
-    assert configs[name].held["timed"].shape == shape
+    assert configs[name].held["calls"].shape == shape
 
 
 @pytest.mark.slow
@@ -284,8 +284,7 @@ def test_every_shape_is_named(name, configs):
     [
         ("a thread", "threads"),
         ("a process", "processes"),
-        ("steps with 12 requests and more", "timed_many"),
-        ("steps with prefill", "prefill"),
+        ("steps with 12 requests and more", "calls_many"),
         ("stalls of 6 ms in one step of 190", "rare"),
         (HIDDEN, "step"),
     ],
@@ -314,7 +313,10 @@ def without_threads(trial: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "missing"),
-    [(without_a_clock, ["timed", "timed_many"]), (without_threads, ["threads"])],
+    [
+        (without_a_clock, ["threads", "timed", "timed_many"]),
+        (without_threads, ["threads"]),
+    ],
 )
 def test_nothing_is_flat_of_which_a_part_is_missing(tmp_path, damage, missing):
     write_costs(tmp_path, {"whole": {}, "damaged": {}})
@@ -411,8 +413,8 @@ def test_a_cost_is_added_as_a_mean_over_the_steps_that_have_it(name, trial):
 def test_the_cost_of_a_thread_is_added_to_each_hold(trial):
     grown = power.add(trial, power.COSTS["a thread of its own"], size=20.0)
     assert grown.steps.equals(trial.steps)
-    added = grown.cpu.join(trial.cpu, on=trial.cpu.columns, how="anti")
-    full = added.filter(pl.col("level") == len(LADDER.levels) - 1)["us_per_step"]
+    added = grown.readings.filter(pl.col("level") == len(LADDER.levels) - 1)
+    full = added["thread of its own"]
     assert full.to_list() == pytest.approx([20 * BLOCKS / 1e3] * len(full), rel=0.01)
     assert len(full) == LADDER.passes
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from kvtax.stats import Estimate
-from kvtax.stats.distribution import Distribution, f_quantile, rounded, t_quantile
+from kvtax.stats.distribution import Distribution, f_quantile, t_quantile
 from kvtax.stats.least_squares import (
     exponent,
     jackknifed_slopes,
@@ -22,120 +22,22 @@ from kvtax.stats.least_squares import (
     line_of_sums,
     share_explained_by_others,
 )
-from kvtax.stats.median_slope import (
-    batch_held_us,
-    make_cells,
-    slope_us_per_1k_blocks,
-    slope_value,
-)
 from kvtax.stats.processes import RunSpread, look_level, mean_over_servers, student
 from kvtax.stats.quantiles import (
     SessionDraws,
     median_of_passes,
-    weighted_medians,
+    quantile,
+    quantiles,
+    slope_within_groups,
     weighted_quantiles,
 )
 from kvtax.stats.resampling import (
-    add_blocks,
     added,
+    chance_of_rise,
     difference,
     over_rounds,
     ratio,
-    resample_blocks,
 )
-from kvtax.verdict.aims import Aim, aims_table, judge
-from tests.microbench.synthetic import ar1, with_outliers
-
-TIME = "schedule_us"
-
-
-def growth(
-    seed: int,
-    slopes: tuple[float, ...],
-    steps: int = 1_500,
-    offsets: tuple[float, ...] = (0.0,),
-    outliers: float = 0.03,
-) -> pl.DataFrame:
-    """Growth phases, one a slope; the batch size, 5 us each, grows with |cache|."""
-    rng = np.random.default_rng(seed)
-    tables = []
-    for repeat, slope in enumerate(slopes):
-        blocks = np.linspace(0, 16_000, steps)
-        batch = np.clip(np.round(2 + blocks / 2_500 + rng.normal(0, 1.2, steps)), 1, 10)
-        us = 40 + 5 * batch + slope * blocks / 1_000 + ar1(rng, steps, 0.9, 4)
-        us += rng.exponential(6, steps) + offsets[repeat % len(offsets)]
-        tables.append(
-            pl.DataFrame(
-                {
-                    "repeat": np.full(steps, repeat),
-                    "batch": batch.astype(int),
-                    "cache_blocks": blocks,
-                    TIME: with_outliers(rng, us, outliers),
-                }
-            )
-        )
-    return pl.concat(tables)
-
-
-def slope_of(steps: pl.DataFrame, seed: int = 1) -> Distribution:
-    estimate = slope_us_per_1k_blocks(make_cells(steps, (TIME,)), TIME, seed)
-    assert estimate is not None
-    return estimate
-
-
-@pytest.mark.parametrize("slope", [0.0, 1.0, 85.6])
-def test_a_known_slope_is_recovered_though_the_batch_grows_with_cache(slope: float):
-    naive = np.polyfit(*growth(3, (slope,), outliers=0)["cache_blocks", TIME], 1)[0]
-    assert naive * 1_000 > slope + 1.5, "the synthetic data no longer tilts"
-    assert slope_of(growth(3, (slope,))).value == pytest.approx(slope, abs=0.4)
-
-
-def test_an_offset_between_repeats_does_not_move_the_slope():
-    steps = growth(5, (4.0, 4.0), offsets=(0.0, 300.0), outliers=0)
-    # The slower repeat saw only the upper half: together they look steep.
-    upper = (pl.col("repeat") == 0) | (pl.col("cache_blocks") > 8_000)
-    lower = (pl.col("repeat") == 1) | (pl.col("cache_blocks") < 8_000)
-    assert slope_of(steps.filter(upper, lower)).value == pytest.approx(4.0, abs=0.5)
-
-
-def test_a_fifth_of_the_steps_stolen_at_large_cache_hardly_moves_the_slope():
-    clean = growth(7, (2.0,), outliers=0.0)
-    rng = np.random.default_rng(8)
-    hit = (clean["cache_blocks"] > 10_000).to_numpy() & (rng.random(clean.height) < 0.2)
-    stolen = clean.with_columns(
-        pl.when(pl.Series(hit)).then(pl.col(TIME) * 20).otherwise(TIME)
-    )
-    assert slope_of(stolen).value == pytest.approx(2.0, abs=0.4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("repeats", [1, 2])
-def test_the_interval_covers_the_true_slope_near_its_nominal_95_percent(repeats: int):
-    runs = 80
-    covered = 0
-    for seed in range(runs):
-        low, high = slope_of(growth(seed, (5.0,) * repeats), seed).ci95
-        covered += low <= 5.0 <= high
-    # 95 % of 80 is 76; five fewer is the 1 % quantile of a true 95 %.
-    assert covered >= 71
-
-
-def test_the_interval_spans_repeats_that_disagree():
-    low, high = slope_of(growth(11, (1.0, 6.0, 12.0), steps=2_000)).ci95
-    assert low < 3.0 and high > 10.0
-
-
-def test_the_same_seed_gives_the_same_interval():
-    steps = growth(13, (1.0, 1.0))
-    assert slope_of(steps, 9).ci95 == slope_of(steps, 9).ci95
-
-
-def test_too_few_steps_or_a_constant_cache_give_no_slope():
-    few = growth(1, (1.0,), steps=60)
-    still = growth(1, (1.0,)).with_columns(pl.lit(500.0).alias("cache_blocks"))
-    for steps in (few, still, few.clear()):
-        cells = make_cells(steps, (TIME,))
-        assert slope_us_per_1k_blocks(cells, TIME) is None
 
 
 @given(
@@ -151,19 +53,50 @@ def test_equal_weights_give_the_ordinary_quantile(values: list[float], quantile:
     assert ours in theirs
 
 
-def test_resampling_keeps_the_number_of_blocks_of_equal_repeats():
-    repeat_of_block = np.repeat([0, 1, 2], 10)
-    counts = resample_blocks(repeat_of_block, 50, np.random.default_rng(0))
-    assert (counts.sum(axis=1) == 30).all()
-    whole = counts.reshape(50, 3, 10).sum(axis=2)
-    assert (whole % 10 == 0).all(), "a repeat is drawn whole, then its blocks"
+@pytest.mark.parametrize(
+    ("q", "value"), [(0.5, 2.0), (0.51, 3.0), (0.9, 4.0), (0.25, 1.0)]
+)
+def test_a_quantile_is_a_value_that_was_measured(q, value):
+    series = pl.Series([4.0, None, 1.0, 3.0, 2.0])
+    assert quantile(series, q) == value
+    assert quantile(series.clear(), q) is None
+    assert series.quantile(q, "equiprobable") == value
 
 
-def test_blocks_are_runs_of_neighbouring_steps_of_one_repeat():
-    steps = add_blocks(pl.DataFrame({"repeat": [0] * 400 + [1] * 50}))
-    block = steps["block"].to_numpy()
-    assert (np.diff(block) >= 0).all() and set(np.diff(block)) <= {0, 1}
-    assert set(block[:400]).isdisjoint(block[400:])
+def test_p99_of_120_values_is_the_119th():
+    (p50, p90, p99) = msgspec.structs.astuple(quantiles(pl.Series(range(1, 121))))
+    assert (p50, p90, p99) == (60.0, 108.0, 119.0)
+    assert quantiles(pl.Series([None, None], dtype=pl.Float64)) is None
+
+
+def test_events_are_dealt_anew_within_their_server_only():
+    """A server with many events, held at high levels alone, shows no rise."""
+    server = np.repeat([0, 1], 12)
+    x = np.concatenate([np.tile([0.0, 1.0, 2.0], 4), np.tile([8.0, 9.0, 10.0], 4)])
+    events = np.where(server == 1, 5.0, 0.0)
+    assert chance_of_rise(events, x, server) == 1.0
+    # The same as one server: the events are at its upper levels.
+    assert chance_of_rise(events, x, 0 * server) < 0.001
+
+
+def test_events_at_the_highest_level_of_every_server_are_no_chance():
+    server, x = np.repeat([0, 1, 2], 12), np.tile([0.0, 1.0, 2.0], 12)
+    assert chance_of_rise(1.0 * (x == 2), x, server) < 0.001
+    assert chance_of_rise(1.0 * (x == 0), x, server) > 0.99
+    assert chance_of_rise(0.0 * x, x, server) == 1.0
+
+
+def test_a_slope_within_groups_knows_no_offsets():
+    x, group = np.tile([0.0, 1.0, 2.0], 3), np.repeat([4, 7, 9], 3)
+    y = 3.0 * x + np.repeat([10.0, 500.0, -80.0], 3)
+    assert slope_within_groups(x, y, np.ones(9), group) == pytest.approx(3.0)
+    # A point that is far off moves no median.
+    stolen = np.where((group == 4) & (x == 2), y + 900.0, y)
+    assert slope_within_groups(x, stolen, np.ones(9), group) == pytest.approx(3.0)
+    # But where it weighs most.
+    heavy = np.where(group == 4, 100.0, 1.0)
+    assert slope_within_groups(x, stolen, heavy, group) > 100
+    assert slope_within_groups(0 * x, y, np.ones(9), group) is None
 
 
 RNG = np.random.default_rng(1)
@@ -205,44 +138,6 @@ def test_the_same_rounds_give_the_same_interval():
 def test_without_rounds_there_is_no_estimate():
     with pytest.raises(ValueError, match="no rounds"):
         over_rounds(np.zeros(0))
-
-
-@pytest.mark.parametrize(
-    ("ci95", "at_most", "at_least"),
-    [
-        ((1.0, 2.9), "met", "missed"),
-        ((1.0, 3.0), "met", "undecided"),
-        ((2.9, 3.1), "undecided", "undecided"),
-        ((3.0, 5.0), "undecided", "met"),
-        ((3.1, 5.0), "missed", "met"),
-    ],
-)
-def test_an_aim_is_judged_by_the_whole_interval(ci95, at_most, at_least):
-    found = Estimate(3.0, ci95)
-    assert judge(found, Aim(what="a step", at_most=3.0)) == at_most
-    assert judge(found, Aim(what="a step", at_least=3.0)) == at_least
-
-
-def test_nothing_is_met_where_the_interval_is_not_known():
-    unknown = Estimate(1.0, (float("nan"), float("nan")))
-    assert judge(unknown, Aim(what="a step", at_most=3.0)) == "undecided"
-
-
-@pytest.mark.parametrize("bounds", [{}, {"at_most": 1.0, "at_least": 0.5}])
-def test_an_aim_has_exactly_one_bound(bounds):
-    with pytest.raises(ValueError, match="either at_most or at_least"):
-        Aim(what="a step", **bounds)
-    with pytest.raises(msgspec.ValidationError):
-        msgspec.convert({"what": "a step"} | bounds, Aim)
-
-
-def test_an_aim_says_what_it_asks_for_and_who_asks():
-    hooks = Aim(what="hooks", at_most=3.0, unit="us")
-    assert str(hooks) == "hooks: at most 3 us (ours)"
-    throughput = Aim(what="throughput", at_least=0.9, whose="a paper's")
-    assert str(throughput) == "throughput: at least 0.9 (a paper's)"
-    row = aims_table([(hooks, Estimate(4.0, (3.5, 4.5)))], ".1f").splitlines()[-1]
-    assert row == "| hooks | at most 3 us | ours | 4.0 [3.5, 4.5] | missed |"
 
 
 def test_an_interval_is_the_same_after_it_has_been_in_a_file():
@@ -391,9 +286,9 @@ def test_an_interval_is_between_percentiles_of_its_draws():
     of = Distribution(50.0, np.arange(101.0))
     assert of.ci95 == pytest.approx((2.5, 97.5))
     assert of.interval(0.8) == pytest.approx((10.0, 90.0))
-    assert rounded(of) == Estimate(50.0, (2.5, 97.5))
-    assert rounded(Distribution(1.23456, np.full(9, np.nan))) == Estimate(1.235)
-    assert rounded(None) is None
+    assert Estimate.of(of, 3) == Estimate(50.0, (2.5, 97.5))
+    unknown = Distribution(1.23456, np.full(9, np.nan))
+    assert Estimate.of(unknown, 3) == Estimate(1.235)
 
 
 def test_estimates_subtract_draw_by_draw():
@@ -418,13 +313,6 @@ def test_a_weighted_quantile_is_where_the_weight_reaches_it(
     values, order = np.array([30.0, 10.0, 40.0, 20.0]), [2, 0, 3, 1]
     own = np.array(weights, float)[order]
     assert weighted_quantiles(values, own, quantiles) == expected
-    assert weighted_medians(
-        np.array([10.0, 20.0, 30.0, 40.0]), np.array([weights], float)
-    ) == weighted_quantiles(values, own, (0.5,))
-
-
-def test_no_weight_has_no_median():
-    assert np.isnan(weighted_medians(np.array([1.0]), np.zeros((1, 1)))).all()
 
 
 @pytest.mark.parametrize(
@@ -463,16 +351,6 @@ def test_sessions_are_drawn_whole_and_alike_for_all_arms():
     assert twice.tolist() == (2 * found).tolist()
 
 
-@pytest.mark.parametrize(
-    ("steps", "blocks"), [(19, 1), (20, 1), (40, 2), (799, 39), (800, 40), (8_000, 40)]
-)
-def test_a_block_is_of_20_steps_or_a_fortieth(steps, blocks):
-    found = add_blocks(pl.DataFrame({"repeat": [0] * steps}))["block"]
-    assert found.n_unique() == blocks
-    sizes = found.value_counts()["count"]
-    assert sizes.max() - sizes.min() <= 1
-
-
 def test_rounds_of_steps_count_with_their_lower_quartiles():
     base = np.array([[1.0, 2.0, 3.0, 4.0, 99.0]] * 12)
     # Quartiles 2 and 7, whatever else disturbs a step.
@@ -490,82 +368,6 @@ def test_an_interval_over_rounds_is_that_of_drawn_rounds():
     assert found.ci95 == pytest.approx((51 - 9.85, 51 + 9.85), abs=2.0)
     mean = over_rounds(rounds, lambda drawn: float(drawn.mean()))
     assert np.std(mean.draws) == pytest.approx(29.15 / 101**0.5, rel=0.1)
-
-
-def lines(*groups: tuple[int, int, float, float]) -> pl.DataFrame:
-    """Steps of (repeat, batch, offset, slope): 10 blocks of 20 each, 100 apart."""
-    parts = []
-    for repeat, batch, offset, slope in groups:
-        blocks = np.repeat(np.arange(10) * 1_000.0, 20)
-        parts.append(
-            pl.DataFrame(
-                {
-                    "repeat": repeat,
-                    "batch": batch,
-                    "cache_blocks": blocks,
-                    TIME: offset + slope * blocks / 1_000,
-                }
-            )
-        )
-    return pl.concat(parts)
-
-
-@pytest.mark.parametrize(
-    ("groups", "slope"),
-    [
-        ([(0, 4, 50.0, 3.0)], 3.0),
-        # Offsets between repeats and batch sizes are no slope.
-        ([(0, 4, 50.0, 3.0), (1, 4, 500.0, 3.0)], 3.0),
-        ([(0, 4, 50.0, 3.0), (1, 9, 5.0, 3.0)], 3.0),
-        # The median of slopes: two of three.
-        ([(0, 4, 0.0, 3.0), (1, 4, 0.0, 3.0), (2, 4, 0.0, 99.0)], 3.0),
-        ([(0, 4, 0.0, -2.0)], -2.0),
-    ],
-)
-def test_the_slope_of_lines_is_theirs_per_1000_blocks(groups, slope):
-    cells = make_cells(lines(*groups), (TIME,))
-    assert slope_us_per_1k_blocks(cells, TIME).value == pytest.approx(slope)
-    assert slope_value(cells, TIME) == pytest.approx(slope)
-
-
-def test_far_pairs_weigh_more():
-    """Most pairs are flat, and lie close together."""
-    steps = lines((0, 4, 0.0, 0.0)).with_columns(
-        pl.when(pl.col("cache_blocks") == 9_000)
-        .then(30_000.0)
-        .otherwise("cache_blocks")
-        .alias("cache_blocks")
-    )
-    rises = steps.with_columns(
-        pl.when(pl.col("cache_blocks") > 20_000).then(60.0).otherwise(TIME).alias(TIME)
-    )
-    # 9 of 45 pairs rise, by 60 us over 22 to 30 thousand blocks, and weigh 234 of 354.
-    found = slope_value(make_cells(rises, (TIME,)), TIME)
-    assert 60 / 30 <= found <= 60 / 22
-
-
-@pytest.mark.parametrize(("steps", "cells"), [(2, 0), (3, 1)])
-def test_a_cell_has_three_steps(steps, cells):
-    table = lines((0, 4, 0.0, 0.0)).head(steps)
-    assert len(make_cells(table, (TIME,)).steps) == cells
-
-
-@pytest.mark.parametrize(("blocks", "known"), [(7, False), (8, True)])
-def test_a_slope_needs_eight_blocks(blocks, known):
-    table = lines((0, 4, 0.0, 1.0)).head(20 * blocks)
-    found = slope_us_per_1k_blocks(make_cells(table, (TIME,)), TIME)
-    assert (found is not None) == known
-
-
-def test_times_with_the_batch_held_have_no_offset_of_repeat_and_batch():
-    blocks = np.array([0.0, 1_000.0, 0.0, 1_000.0])
-    group = np.array([1, 1, 2, 2])
-    us = np.array([10.0, 13.0, 110.0, 113.0])
-    # 3 us per 1,000 blocks; offsets 10 and 110 are 60 on average.
-    assert batch_held_us(us, blocks, group, 3.0).tolist() == [60.0, 63.0, 60.0, 63.0]
-    steps = np.array([3, 3, 1, 1])
-    held = batch_held_us(us, blocks, group, 3.0, steps)
-    assert held.tolist() == [35.0, 38.0, 35.0, 38.0]
 
 
 RUNS = np.array([1.0, 2.0, 4.0, 8.0, 16.0])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import polars as pl
 import pytest
 from hypothesis import given
@@ -14,9 +15,10 @@ from hypothesis import strategies as st
 from kvtax.records import RecordsError
 from kvtax.records.requests import CpuReading, Phase, PhaseStart, Requests
 from kvtax.records.steps import STEPS, EngineStep, ThreadsHeader, WorkerStep
+from kvtax.steps.forwards import with_forwards
 from kvtax.steps.life import recorded_steps, whole_steps
 from kvtax.steps.parts import side_parts, step_parts
-from kvtax.steps.trial_steps import read_cpu_of_holds, trial_steps
+from kvtax.steps.trial_steps import read_holds, trial_steps
 from kvtax.verdict.analysis import analyse
 from kvtax.verdict.trials import load_run, load_trial
 from tests.harness import made_up
@@ -202,19 +204,13 @@ def test_a_trial_that_was_sent_late_counts_for_what_is_held_alone(tmp_path: Path
     assert trial.late and trial.error is None
     assert trial.steps["phase"].unique().to_list() == [Phase.HOLD]
     entry = analyse(*load_run(folder), None).document.configs["plain"]
-    assert entry.verdict_of["schedule"] == "flat"
+    assert entry.verdict_of["timed"] == "flat"
     assert entry.tpot_ms is None and entry.growth_slope_us_per_1k_blocks is None
     assert any("sent late" in warning for warning in entry.warnings)
 
 
-def test_cpu_of_a_hold_is_that_between_its_edges_per_step(tmp_path: Path):
-    # The yardstick of two steps of the first hold took 0.5 us each.
-    steps = pl.DataFrame(
-        {
-            "t_ns": [100, 110, 120, 130, 140, 210, 220],
-            "yardstick_us": [0.5, None, None, 0.5, None, None, None],
-        }
-    )
+def test_readings_of_a_hold_are_those_between_its_edges_per_step(tmp_path: Path):
+    steps = pl.DataFrame({"t_ns": [100, 110, 120, 130, 140, 210, 220]})
     names = {"io#7": 1.0, "io#8": 1.0, "MainThread#1": 1.0, "records-of-mine#9": 1.0}
     names |= {"recorder writer#5": 1.0, "vllm output#6": 1.0}
     lines = pl.DataFrame({"t_ns": 1, "step_id": 1, "threads": [names]})
@@ -224,9 +220,15 @@ def test_cpu_of_a_hold_is_that_between_its_edges_per_step(tmp_path: Path):
         0,
         phases,
         [
-            CpuReading(95, 1_000, {7: 500, 1: 900}),
+            CpuReading(95, 1_000, {7: 500, 1: 900}, waited_ns={1: 100}),
             # A thread of no name in the engine's process is another process's.
-            CpuReading(145, 6_000, {7: 2_500, 8: 1_000, 1: 4_000, 44: 900, 5: 900}),
+            CpuReading(
+                145,
+                6_000,
+                {7: 2_500, 8: 1_000, 1: 4_400, 44: 900, 5: 900},
+                anonymous_kib=2_048,
+                waited_ns={1: 600},
+            ),
             CpuReading(205, 9_000, {7: 2_500, 8: 1_000, 9: 0}),
             CpuReading(225, 9_900, {8: 1_000, 9: 400}),
         ],
@@ -234,22 +236,41 @@ def test_cpu_of_a_hold_is_that_between_its_edges_per_step(tmp_path: Path):
         None,
         0,
     )
-    found = read_cpu_of_holds(2, steps, requests, tmp_path / "threads.jsonl")
-    assert found["repeat"].unique().to_list() == [2]
-    rows = found.select("hold", "level", "decoders", "steps", "of", "us_per_step")
-    table = {(row[0], row[4]): row for row in rows.rows()}
-    # Five steps of 5,000 ns, 1,000 of the yardstick; two threads of one name, 2,000
-    # and 1,000 ns.
-    assert table[0, "processes"] == (0, 3, 8, 5, "processes", 0.8)
-    assert table[0, "io"][-1] == pytest.approx(0.6)
-    assert table[0, "records-of-mine"][-1] == 0.0
+    readings = read_holds(2, steps, requests, tmp_path / "threads.jsonl")
+    first, second = readings.to_dicts()
+    place = {"repeat": 2, "hold": 0, "level": 3, "decoders": 8}
+    assert first.items() >= place.items()
+    # Five steps of 5,000 ns; two threads of one name, 2,000 and 1,000 ns.
+    assert (first["processes"], first["engine"]) == (1.0, 0.7)
+    assert first["thread io"] == pytest.approx(0.6)
+    assert first["thread records-of-mine"] == 0.0
+    assert (first["waited"], first["memory"]) == (0.1, 2.0)
     # Thread 7 has ended: what it took is not known, and not below nothing.
-    assert table[1, "processes"] == (1, 0, 8, 2, "processes", 0.45)
-    assert table[1, "io"][-1] == 0.0
-    assert table[1, "records-of-mine"][-1] == pytest.approx(0.2)
-    assert {of for _, of in table} == {"processes", "io", "records-of-mine"}
+    assert (second["hold"], second["processes"]) == (1, 0.45)
+    assert second["thread io"] == 0.0
+    assert second["thread records-of-mine"] == pytest.approx(0.2)
+    assert second["engine"] is second["memory"] is None
     unread = Requests(0, phases, [], [], None, 0)
-    assert not read_cpu_of_holds(0, steps, unread, tmp_path / "none").height
+    assert not read_holds(0, steps, unread, tmp_path / "none").height
+
+
+def test_the_sleep_of_a_step_is_that_of_the_forward_which_ended_in_it(tmp_path: Path):
+    steps = pl.DataFrame(
+        {
+            "t_ns": [1_000, 4_000, 9_000],
+            "step_us": [2.0, 2.0, 2.0],
+            "step_id": [0, 1, 2],
+        }
+    )
+    file = tmp_path / "forward_times.int64"
+    rows = np.array([[2_500, 900], [5_000, 1_700], [8_000, 5], [0, 0], [0, 0]])
+    rows.astype(np.int64).tofile(file)
+    slept = with_forwards(steps, file, 2_000.0)["forward_us"].to_list()
+    assert slept == [0.9, 1.7, None]
+    # Where it was not recorded it is what the profile says, or not known.
+    none = tmp_path / "none"
+    assert with_forwards(steps, none, 2.0)["forward_us"].to_list() == [2.0] * 3
+    assert with_forwards(steps, none, None)["forward_us"].null_count() == 3
 
 
 # Steps of one server, as its files have them: an arrival, a decode with a connector's

@@ -17,7 +17,7 @@ import pytest
 from kvtax.cli import main
 from kvtax.paths import REPOSITORY
 from kvtax.records.requests import Phase
-from kvtax.steps.trial_steps import CPU_SCHEMA, PROCESSES, STEP_TIMES
+from kvtax.steps.trial_steps import PLACE, READING_SCHEMA, STEP_TIMES
 from kvtax.verdict.analysis import analyse
 from kvtax.verdict.trials import load_run
 from microbench.profile import load_profile
@@ -71,40 +71,13 @@ def section(text: str, title: str) -> str:
     return text.partition(f"## {title}\n")[2].partition("\n## ")[0]
 
 
-def on_a_machine(run: Run, times_slower: float, config: str | None = None) -> Run:
-    """The run where every time, or every time of one config, is that much longer."""
-    new = copy.deepcopy(run)
-    for name, entry in new["configs"].items():
-        if config not in (None, name):
-            continue
-        for slope in entry["slope_us_per_1k_blocks"].values():
-            scale(slope, times_slower)
-        for difference in (entry["vs_plain"] or {}).values():
-            scale(difference, times_slower)
-        for time in ("schedule", "overhead", "step"):
-            for quantile in ("p50", "p90", "p99"):
-                entry[f"{time}_us"][quantile] *= times_slower
-    if config is None:
-        for noise in (
-            new["noise_floor"][k] for k in ("p50_us", "slope_us_per_1k_blocks")
-        ):
-            for stated in noise.values():
-                scale(stated, times_slower)
-    return new
-
-
-def scale(stated: dict[str, Any] | None, by: float) -> None:
-    if stated is not None:
-        stated["value"] *= by
-        stated["ci95"] = stated["ci95"] and [edge * by for edge in stated["ci95"]]
-
-
 @pytest.fixture(scope="session")
 def made_up(tmp_path_factory) -> Run:
     """The results of a made-up run of the profile `cpu`."""
     profile = load_profile("cpu")
     load = msgspec.structs.replace(profile.load, ladder=LADDER)
-    profile = msgspec.structs.replace(profile, load=load)
+    # Made-up steps do not sleep.
+    profile = msgspec.structs.replace(profile, load=load, forward_us=0)
     folder = tmp_path_factory.mktemp("run")
     write_run(folder, TRUTHS, repeats=2, steps=2_000, profile=profile)
     run, trials = load_run(folder)
@@ -146,12 +119,14 @@ def hold(
     *,
     steps: int = 40,
     at_s: float | None = None,
-    cache_blocks: int = 1_000,
+    cache_blocks: int | Sequence[int] = 1_000,
     **columns: float | Sequence[float] | None,
 ) -> pl.DataFrame:
-    """Make steps of the `number`-th hold, decodes of 8 requests, 100 us in every time.
+    """Make steps of the `number`-th hold, decodes of 8 requests.
 
-    They begin at `at_s`, 1 ms apart; by default a hold takes 10 s.
+    A step takes 300 us: 100 us each for scheduler and connector, for the model, and for
+    vLLM's own work; every other time is 100 us, too. They begin at `at_s`, 1 ms apart;
+    by default a hold takes 10 s.
     """
     at_s = 10 * number if at_s is None else at_s
     given = dict.fromkeys(TIMES, 100.0) | {
@@ -167,30 +142,25 @@ def hold(
         "prefills": False,
         "t_ns": [round(at_s * 1e9) + step * MS for step in range(steps)],
         "step_id": range(steps),
-        "yardstick_us": None,
+        "step_us": 300.0,
+        "forward_us": 100.0,
+        "thread_cpu_us": None,
     }
     filled = {
         name: [value] * steps if isinstance(value, int | float | None) else value
         for name, value in (given | columns).items()
     }
-    schema = dict.fromkeys((*TIMES, "yardstick_us", *columns), pl.Float64)
-    schema = {name: kind for name, kind in schema.items() if name.endswith("_us")}
-    schema |= {name: CPU_SCHEMA[name] for name in PLACE_OF_CPU}
-    return pl.DataFrame(filled, schema_overrides=schema | {"cache_blocks": pl.Int64})
+    times = [name for name in filled if name.endswith("_us")]
+    schema = dict.fromkeys(times, pl.Float64) | {"cache_blocks": pl.Int64}
+    schema |= {name: READING_SCHEMA[name] for name in ("repeat", *PLACE)}
+    return pl.DataFrame(filled, schema_overrides=schema)
 
 
-PLACE_OF_CPU = ("repeat", "hold", "level", "decoders")
-
-
-def cpu(
-    repeat: int = 0,
-    number: int = 0,
-    level: int = 0,
-    *,
-    us: float,
-    steps: int = 40,
-    of: str = PROCESSES,
+def reading(
+    repeat: int = 0, number: int = 0, level: int = 0, **columns: float
 ) -> pl.DataFrame:
-    """Make the CPU time of the `number`-th hold that `of` took, `us` per step."""
-    row = (repeat, number, level, 8, steps, of, us)
-    return pl.DataFrame([row], schema=CPU_SCHEMA, orient="row")
+    """Make what the driver read of a hold."""
+    row = dict.fromkeys(READING_SCHEMA) | columns
+    row |= {"repeat": repeat, "hold": number, "level": level, "decoders": 8}
+    schema = READING_SCHEMA | dict.fromkeys(columns.keys(), pl.Float64)
+    return pl.DataFrame([row], schema=pl.Schema(schema))

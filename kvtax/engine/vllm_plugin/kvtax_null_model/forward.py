@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     import torch
 
 
+MOST_FORWARDS = 200_000
+
+
 class SimulatedForward:
     """Duration of a forward on the simulated device, and the wait for it.
 
@@ -26,7 +29,9 @@ class SimulatedForward:
     Where KVTAX_FORWARD_TOTALS names a file, it holds three int64: forwards so far,
     their nanoseconds as simulated and as slept. It is a mapping, so that whoever
     watches sees it grow and the process may be killed. Of several workers that compute
-    a step together, one is `counted`.
+    a step together, one is `counted`. Where KVTAX_FORWARDS names a file, it holds a row
+    for each of the first MOST_FORWARDS: when the forward ended and for how long it
+    slept, both in nanoseconds, and zeros behind them.
     """
 
     COSTS = (
@@ -57,6 +62,13 @@ class SimulatedForward:
             if path and counted
             else None
         )
+        path = os.environ.get("KVTAX_FORWARDS")
+        self.each: numpy.ndarray[tuple[int, ...], numpy.dtype[numpy.int64]] | None = (
+            numpy.memmap(path, numpy.int64, "w+", shape=(MOST_FORWARDS, 2))
+            if path and counted
+            else None
+        )
+        self.forwards = 0
 
     def duration_us(
         self, tokens: int, context_tokens: float, kv_tokens: float = 0
@@ -82,9 +94,13 @@ class SimulatedForward:
         started_ns = time.perf_counter_ns()
         simulated_us = self.duration_at_us(positions)
         time.sleep(simulated_us / 1e6)
+        ended_ns = time.perf_counter_ns()
+        slept_ns = ended_ns - started_ns
         if self.totals is not None:
-            slept_ns = time.perf_counter_ns() - started_ns
             self.totals += (1, int(simulated_us * 1e3), slept_ns)
+        if self.each is not None and self.forwards < MOST_FORWARDS:
+            self.each[self.forwards] = ended_ns, slept_ns
+            self.forwards += 1
 
 
 def _before(positions: torch.Tensor) -> int:
