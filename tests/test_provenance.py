@@ -40,7 +40,6 @@ INPUTS = (
     "kvtax/look/grafana.json",
     "kvtax/report/assets/",
     "tests/patcher/",
-    "tests/report/speedscope/",
 )
 # Results whose file names no command: what makes them.
 MADE_BY = {

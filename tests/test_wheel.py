@@ -147,7 +147,7 @@ def test_look_gives_the_figures_that_the_checkout_gives(kvtax, tmp_path):
 def test_the_demo_answers(kvtax):
     shown = kvtax("demo")
     assert (shown.returncode, shown.stderr) == (0, "")
-    assert "Remedy" in shown.stdout and "look.html" in shown.stdout
+    assert "Remedy" in shown.stdout and "kvtax demo --out" in shown.stdout
 
 
 def test_the_paste_of_the_readme_answers_within_a_minute_of_the_installation():

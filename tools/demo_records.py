@@ -90,7 +90,7 @@ def _moved(record: dict[str, Any], ns: int) -> dict[str, Any]:
 
 def _later(moment: Any, ns: int) -> Any:
     if isinstance(moment, list):
-        return [_later(one, ns) for one in moment]
+        return [_later(each, ns) for each in moment]
     return None if moment is None else moment + ns
 
 

@@ -52,7 +52,6 @@ class Command(NamedTuple):
 COMMANDS = (
     Command("demo", "look at records that kvtax ships", "kvtax.cli.demo"),
     Command("look", "show what step records say of a server", "kvtax.cli.look"),
-    Command("fields", "print the fields of a record file", "kvtax.cli.fields"),
     Command("run", "run a command with vLLM patched at import", "kvtax.cli.run"),
     Command("patch", "apply, revert or inspect patches of vLLM", "kvtax.cli.patch"),
     Command("gate", "measure one connector, check it against limits", "kvtax.cli.gate"),

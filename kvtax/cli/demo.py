@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Look at the records of three servers that kvtax ships: no vLLM is needed.
 
-hash_walk: a Mooncake connector that reads all cached block hashes in every step; fixed:
-the same with the fixes; both of one sweep without a GPU. h100: Mooncake's connector on
-an H100, with a real model.
+h100: Mooncake's connector as vLLM 0.18.1 has it, with a real model. hash_walk: with a
+patch of kvtax that reads all cached block hashes in every step, as a fork that was
+studied does; fixed: the same with the fixes; both of one sweep without a GPU.
 
 --serve records a server instead, where vLLM for CPUs is installed: a null model, a
 connector and some requests, in a minute.
@@ -40,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         metavar="DIR",
-        help="write records and page there (default: a new folder below TMPDIR)",
+        help="keep the records and a page there (default: nothing is kept)",
     )
     parser.add_argument(
         "--serve", action="store_true", help="record a server on this machine"
@@ -75,18 +75,21 @@ def run(arguments: argparse.Namespace) -> int:
     parent = out.parent if out else temporary
     try:
         with _aside(parent) as aside:
-            out = out or parent / aside.name.removeprefix(".")
-            folder = aside / out.name
+            folder = aside / (out.name if out else "demo")
             _record(folder, temporary, arguments)
             actions.show(folder, folder / PAGE, None, Window(0, 0))
-            folder.replace(out)
+            if out:
+                folder.replace(out)
     except OSError as error:
         if error.errno not in NOT_WRITTEN:
             raise
         raise DemoError(
             f"{parent}: {error.strerror}; name another folder with --out"
         ) from None
-    print(f"wrote {out / PAGE}: all tables, and each moment")
+    if out:
+        print(f"wrote {out / PAGE}: all tables, and each moment")
+    else:
+        print("Its page, with all tables and each moment: kvtax demo --out DIR")
     print("Your own server: kvtax run --records DIR -- vllm serve ...; kvtax look DIR")
     return Exit.GOOD
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print what each field of a record file means; without FILE, list the files."""
+"""The meaning of each field of a record file, for `kvtax look --fields`."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from importlib.metadata import entry_points
@@ -22,30 +21,25 @@ class UnknownFileError(Exception):
     exit_code = 2
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `kvtax fields`."""
-    parser.add_argument(
-        "file", nargs="?", metavar="FILE", help="a file's name, such as run.json"
-    )
+def print_fields(file: str) -> None:
+    """Print the fields of `file`, or without a name all files.
 
-
-def run(arguments: argparse.Namespace) -> int:
-    """Print the fields, or the list of files. Raises UnknownFileError."""
-    from kvtax.cli import Exit
+    Raises UnknownFileError.
+    """
     from kvtax.records.formats import described
 
     known = formats()
-    if arguments.file is None:
+    if not file:
         width = max(len(form.name) for form in known)
         print("\n".join(f"{form.name:{width}}  {form.purpose}" for form in known))
-        return Exit.GOOD
-    path = "/" + arguments.file.removesuffix(".gz")
+        return
+    path = "/" + file.removesuffix(".gz")
     for form in known:
         if fnmatch(path, "*/" + form.name):
             print(described(form), end="")
-            return Exit.GOOD
+            return
     names = ", ".join(form.name for form in known)
-    raise UnknownFileError(f"no file format {arguments.file!r}; there are: {names}")
+    raise UnknownFileError(f"no file format {file!r}; there are: {names}")
 
 
 def formats() -> Sequence[Format]:

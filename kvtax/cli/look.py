@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Show what a connector costs a server, from the records that it wrote.
 
-    kvtax look /records                                a table per instance, and a page
-    kvtax look /records --follow                       new records in the terminal
-    kvtax look /records --summary host1.parquet        counts of this host's steps
-    kvtax look host1.parquet host2.parquet             tables of merged counts
+    kvtax look /records                             the answer, and a page
+    kvtax look /records --perfetto trace.pb         each step, for ui.perfetto.dev
+    kvtax look /records --prometheus 0.0.0.0:9109   new records, for Prometheus
+    kvtax look --fields engine_step.jsonl           what a record's fields mean
 
 DIR is the folder that KVTAX_STEP_RECORDS_DIR named, or a folder of such folders.
 Records are only read; the server may be running. The exit code is 2 if a file or a line
@@ -14,8 +14,9 @@ of them could not be read; the rest is shown.
 from __future__ import annotations
 
 import argparse
-import platform
+import ipaddress
 from pathlib import Path
+from typing import NamedTuple
 
 from kvtax.cli import Exit
 
@@ -23,14 +24,21 @@ from kvtax.cli import Exit
 PAGE = "look.html"
 
 
+class Address(NamedTuple):
+    """A host and port to listen at; an IPv6 address is without its brackets."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `kvtax look`."""
     parser.add_argument(
-        "records",
-        type=Path,
-        nargs="+",
-        metavar="DIR|SUMMARY",
-        help="one folder of records, or files that --summary wrote",
+        "records", type=Path, nargs="?", metavar="DIR", help="a folder of records"
     )
     parser.add_argument(
         "--out",
@@ -51,39 +59,47 @@ def configure(parser: argparse.ArgumentParser) -> None:
     trace.add_argument(
         "--to-s", type=float, default=1e9, help="end of the trace (default: the end)"
     )
-    live = parser.add_argument_group("running servers").add_mutually_exclusive_group()
-    live.add_argument(
-        "--follow", action="store_true", help="show new records in the terminal"
-    )
-    live.add_argument(
+    instead = parser.add_argument_group(
+        "instead of a page"
+    ).add_mutually_exclusive_group()
+    instead.add_argument(
         "--prometheus",
         type=_address,
         metavar="HOST:PORT",
         help="serve new records to Prometheus",
     )
-    hosts = parser.add_argument_group("many hosts")
-    hosts.add_argument(
-        "--summary",
+    instead.add_argument(
+        "--bundle",
         type=Path,
         metavar="FILE",
-        help="write counts of steps, a few MB, in place of a page; they can be merged",
+        help="write the records to attach to an issue: without prompts, request ids, "
+        "paths or names of hosts",
     )
-    hosts.add_argument(
-        "--host",
-        default=platform.node(),
-        metavar="NAME",
-        help="name of this host in a summary (default: its own)",
+    instead.add_argument(
+        "--fields",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="print what the fields of a file of records mean; without FILE, all files",
     )
 
 
-def _address(text: str) -> str:
-    """Check an address, before records are read."""
+def _address(text: str) -> Address:
+    """Read an address, before records are read."""
     host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65_535:
-        raise argparse.ArgumentTypeError(
-            f"{text}: HOST:PORT expected, such as 127.0.0.1:9109"
-        )
-    return text
+    if host and port.isdecimal() and int(port) <= 65_535:
+        is_bare = not host.startswith("[")
+        bare = host if is_bare else host[1:-1]
+        try:
+            ipaddress.ip_address(bare)
+        except ValueError:
+            if is_bare and ":" not in host:
+                return Address(host, int(port))
+        else:
+            return Address(bare, int(port))
+    raise argparse.ArgumentTypeError(
+        f"{text}: HOST:PORT expected, such as 127.0.0.1:9109 or [::1]:9109"
+    )
 
 
 class LookError(Exception):
@@ -94,35 +110,35 @@ class LookError(Exception):
 
 def run(arguments: argparse.Namespace) -> int:
     """Look at the records; raises LookError, RecordsError and OSError."""
+    if arguments.fields is not None:
+        from kvtax.cli.fields import print_fields
+
+        print_fields(arguments.fields)
+        return Exit.GOOD
     from kvtax.look import actions
     from kvtax.look.perfetto import Window
     from kvtax.report.render import visible
 
-    first, *others = arguments.records
+    folder: Path | None = arguments.records
+    if folder is None:
+        raise LookError("give the folder of records: kvtax look DIR")
     if arguments.from_s > arguments.to_s:
         raise LookError(
             f"--from-s {arguments.from_s:g} is after --to-s {arguments.to_s:g}: "
             "give the earlier second first"
         )
-    watching = arguments.follow or arguments.prometheus
-    if not first.is_file() and others:
-        raise LookError(f"{others[0]}: give one folder of records, or only summaries")
-    if first.is_file() and (watching or arguments.perfetto):
-        raise LookError(f"{first}: is a file; a trace or a live view needs DIR")
-    if watching:
-        actions.watch(first, arguments.prometheus)
+    if arguments.prometheus:
+        actions.serve(folder, *arguments.prometheus)
         return Exit.GOOD
-    if first.is_file():
-        warnings = actions.merge(arguments.records, arguments.summary)
-    elif arguments.summary:
-        warnings = actions.count(first, arguments.host, arguments.summary)
+    out = arguments.out or folder / PAGE
+    for option in ("out", "perfetto", "bundle"):
+        if file := getattr(arguments, option):
+            actions.check_writable(file, f"--{option}")
+    if arguments.bundle:
+        warnings = actions.bundle(folder, arguments.bundle)
     else:
         window = Window(arguments.from_s, arguments.to_s)
-        out = arguments.out or first / PAGE
-        for option in ("out", "perfetto"):
-            if file := getattr(arguments, option):
-                actions.check_writable(file, f"--{option}")
-        warnings = actions.show(first, out, arguments.perfetto, window)
+        warnings = actions.show(folder, out, arguments.perfetto, window)
         print(f"wrote {visible(str(out))}: all tables, and each moment")
     is_bad = any(warning.kind in actions.BAD_INPUT for warning in warnings)
     return Exit.BAD_INPUT if is_bad else Exit.GOOD

@@ -1,39 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Actions of `kvtax look`: show records, count them, merge counts, watch servers."""
+"""Actions of `kvtax look`: show records, watch servers, make a bundle for an issue."""
 
 from __future__ import annotations
 
 import errno
 import os
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 from kvtax.look.clients import read_clients
 from kvtax.look.discover import common_clock, discover
 from kvtax.look.instance_summary import summarise
-from kvtax.look.instances import one_by_one
-from kvtax.look.page import PageOfRecords
+from kvtax.look.instances import each_instance
 from kvtax.look.perfetto import TraceOfRecords, Window
-from kvtax.look.tables import Together
-from kvtax.look.text import instance_text, together_text, totals_text
-from kvtax.look.totals import (
-    StepTotals,
-    merge_totals,
-    read_totals,
-    totals_of,
-    write_totals,
-)
+from kvtax.look.servers import Servers
 from kvtax.records import RecordsError
 from kvtax.records.files import write_whole
-from kvtax.records.warning import RunWarning
-from kvtax.report.render import warning_lines
+from kvtax.records.warning import RunWarning, encodable
+from kvtax.report import render
+from kvtax.report.document import Page
 
 # Kinds of warnings of what could not be read, or did not belong to its instance.
 BAD_INPUT = {
     "unreadable",
     "requests_unreadable",
-    "stacks_unreadable",
     "client_unreadable",
     "bad_lines",
     "another_life",
@@ -43,39 +33,69 @@ BAD_INPUT = {
 def show(
     folder: Path, out: Path, perfetto: Path | None, window: Window
 ) -> list[RunWarning]:
-    """Print the tables of an instance, or several side by side; write page and trace.
+    """Print the answer for an instance, or several; write page and trace.
 
     Returns all warnings. Raises RecordsError and OSError.
     """
-    servers, warnings = discover(folder)
-    clock, clients = common_clock(servers), read_clients(folder, servers)
+    files, warnings = discover(folder)
+    clock, clients = common_clock(files), read_clients(folder, files)
     warnings += [*clock.warnings, *clients.warnings]
-    page = PageOfRecords(folder, clock, len(servers))
-    trace = TraceOfRecords(clock, window)
-    all_warnings: list[RunWarning] = []
-    last = None
-    together = Together(servers, clock)
-    for server, read in zip(servers, one_by_one(servers), strict=True):
+    servers, trace = Servers(clock), TraceOfRecords(clock, window)
+    for read in each_instance(files):
         if isinstance(read, RunWarning):
             warnings.append(read)
             continue
-        last = summary = summarise(clients.joined(read))
-        page.add(server.engine, summary)
-        together.add(summary)
+        joined = clients.joined(read)
+        servers.add(summarise(joined))
         if perfetto:
             trace.add(read)
-        all_warnings += [w.within(read.name) for w in read.warnings]
-    if together.words:
-        print(together_text(together))
-    elif last:
-        print(instance_text(last))
-    shown = [*warnings, *(all_warnings if together.words else [])]
-    print("\n".join([*warning_lines(shown), ""]))
-    write_page(out, page.text(warnings, together))
+        warnings += [warning.within(read.name) for warning in joined.warnings]
+    warnings = once(warnings)
+    page = Page(
+        title=f"What the connector costs: {encodable(folder.resolve().name)}",
+        question="",
+        answer=servers.answer,
+        warnings=warnings,
+        sections=servers.page_sections,
+        made=f"Made by kvtax look from {servers.count} "
+        f"server{'s'[: servers.count != 1]}.",
+    )
+    print(_terminal(page, servers))
+    write_page(out, render.html(page))
     if perfetto:
         trace.write(perfetto)
         print(f"wrote {perfetto}: {trace.steps:,} steps, for ui.perfetto.dev")
-    return [*warnings, *all_warnings]
+    return warnings
+
+
+def _terminal(page: Page, servers: Servers) -> str:
+    return render.terminal(
+        Page(
+            title="",
+            question="",
+            answer=page.answer,
+            warnings=page.warnings,
+            sections=servers.terminal_sections,
+            made="",
+        )
+    )
+
+
+def once(warnings: list[RunWarning]) -> list[RunWarning]:
+    """Name the places of equal warnings together."""
+    places: dict[tuple[str, str, str], list[str]] = {}
+    for warning in warnings:
+        key = (warning.kind, warning.message, warning.remedy)
+        places.setdefault(key, []).append(warning.place)
+    return [
+        RunWarning(kind, _listed(where), message, remedy)
+        for (kind, message, remedy), where in places.items()
+    ]
+
+
+def _listed(places: list[str]) -> str:
+    first, *others = places
+    return f"{first} and {len(others):,} more" if others else first
 
 
 def check_writable(file: Path, option: str) -> None:
@@ -104,43 +124,20 @@ def write_page(out: Path, page: str) -> None:
         raise _not_written(out, error, "--out") from None
 
 
-def count(folder: Path, host: str, summary: Path) -> list[RunWarning]:
-    """Write the step counts of all servers below `folder`; return the warnings.
-
-    `host` is put before the servers' names.
-    """
-    totals = totals_of(folder, host)
-    write_totals(summary, totals)
-    print("\n".join(warning_lines(totals.warnings)))
-    _print_written(summary, totals)
-    return totals.warnings
-
-
-def merge(files: Sequence[Path], summary: Path | None) -> list[RunWarning]:
-    """Print a table for each file of counts, and for all; write all as one file."""
-    parts = {path.name: read_totals(path) for path in files}
-    print(totals_text(parts))
-    whole = merge_totals(parts.values())
-    if summary:
-        write_totals(summary, whole)
-        _print_written(summary, whole)
-    return whole.warnings
-
-
-def _print_written(summary: Path, totals: StepTotals) -> None:
-    print(f"wrote {summary}: {totals.steps:,} steps of {len(totals.servers)} servers")
-
-
-def watch(folder: Path, address: str | None) -> None:
-    """Show new records in the terminal, or serve them at `address`, until Ctrl-C."""
-    # Imported here: rich and prometheus_client take longer to load than to be left out.
-    from kvtax.look.live import Watched, follow
+def serve(folder: Path, host: str, port: int) -> None:
+    """Serve new records to Prometheus until Ctrl-C. Raises RecordsError and OSError."""
+    # Imported here: prometheus_client takes longer to load than to be left out.
+    from kvtax.look.live import Watched
     from kvtax.look.prometheus import serve_for_ever
 
-    watched = Watched(folder)
-    where = f", http://{address}/metrics" if address else ""
-    print(f"watching{where}; Ctrl-C ends it", flush=True)
-    if address:
-        serve_for_ever(watched, address)
-    else:
-        follow(watched)
+    serve_for_ever(Watched(folder), host, port)
+
+
+def bundle(folder: Path, out: Path) -> list[RunWarning]:
+    """Write the records to attach to an issue; return what could not be read."""
+    from kvtax.look.bundle import write_bundle
+
+    servers, warnings = discover(folder)
+    count = write_bundle(servers, out)
+    print(f"wrote {out}: {count:,} lines of {len(servers):,} servers")
+    return warnings

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files in which clients recorded their requests: what each sent, and how long it took.
+"""Files in which clients recorded their requests: when each was sent and answered.
 
-Our driver and replayer, `profile_export.jsonl` of aiperf, the report of guidellm, and
-the result of `vllm bench serve --save-detailed`. Names of files vary, so those of other
-programs are recognised by several of their fields.
+Our driver and replayer, and the result of `vllm bench serve --save-detailed`. Files of
+other programs are recognised by several of their fields, and named: a format that its
+program does not document would be guessed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from mmap import PROT_READ, mmap
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,14 +26,12 @@ from kvtax.records.requests import (
     in_header,
     read_requests,
 )
-from kvtax.records.steps import MOST
 
 DRIVER, REPLAYER = "requests.jsonl", "replay.jsonl"
 # Names of files that may be a client's.
 KINDS = ("*.json", "*.jsonl")
-# Answers to one request, or turns of one, that are looked for.
+# Prompts or answers of a request that are looked for.
 MOST_ANSWERS = 8
-US = {"ns": 1e-3, "us": 1.0, "ms": 1e3, "s": 1e6, "sec": 1e6}
 
 
 class ClientRequest(NamedTuple):
@@ -52,13 +50,43 @@ class ClientRequest(NamedTuple):
 
 
 class ClientFile(NamedTuple):
-    """Requests of a file; bad lines, and how many have no id, with what to do then."""
+    """Requests of a file, and how many have no id by which a server knows them."""
 
     requests: list[ClientRequest]
     torn_lines: int = 0
-    bad_lines: tuple[str, ...] = ()
     without_id: int = 0
-    remedy: str = ""
+
+
+class Program(NamedTuple):
+    """A program that writes results: fields of its files, and why they are not read."""
+
+    name: str
+    fields: tuple[bytes, ...]
+    why: str
+
+
+DETAILED = (b'"num_prompts"', b'"output_lens"', b'"ttfts"')
+NO_ID = "its requests have no id that the server records"
+# The first that has all its fields counts.
+OTHERS = (
+    Program(
+        "aiperf",
+        (b'"x_request_id"', b'"request_start_ns"', b'"metrics"'),
+        "its format is not documented",
+    ),
+    Program("guidellm", (b'"benchmarks"', b"guidellm"), "its format is not documented"),
+    Program(
+        "sglang.bench_serving",
+        (b'"dataset_name"', b'"request_rate"', b'"completed"', b'"ttfts"'),
+        NO_ID,
+    ),
+    Program(
+        "vllm bench serve without --save-detailed, or of sglang.bench_serving without "
+        "--output-details",
+        (b'"request_rate"', b'"completed"'),
+        "it has no times of single requests",
+    ),
+)
 
 
 def is_client_file(path: Path) -> bool:
@@ -73,7 +101,7 @@ def read_client_file(path: Path) -> ClientFile:
         raise RecordsError(f"{path}: not a client's file")
     try:
         return read(path)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RecordsError(f"{path}: {error}") from None
     except jsonlines.InvalidLineError as error:
         why = error.__cause__ or error
@@ -94,21 +122,32 @@ def _reader_of(path: Path) -> Callable[[Path], ClientFile] | None:
             # A list of thousands of requests may stand before the field that shows it.
             one_line = path.suffix == ".jsonl" and content.find(b"\n") + 1
             end = one_line or len(content)
-            readers = (
-                reader
-                for fields, reader in EVIDENCE
-                if all(content.find(field, 0, end) >= 0 for field in fields)
-            )
-            return next(readers, None)
+
+            def has(fields: tuple[bytes, ...]) -> bool:
+                return all(content.find(field, 0, end) >= 0 for field in fields)
+
+            if has(DETAILED):
+                return _vllm_bench
+            return next((_refuses(p) for p in OTHERS if has(p.fields)), None)
     except (OSError, ValueError):  # no file, or an empty one
         return None
+
+
+def _refuses(program: Program) -> Callable[[Path], ClientFile]:
+    def refuse(path: Path) -> ClientFile:
+        raise RecordsError(
+            f"{path}: of {program.name}: not read, because {program.why}; "
+            "vllm bench serve --save-detailed is read"
+        )
+
+    return refuse
 
 
 def _driven(path: Path) -> ClientFile:
     driven = read_requests(path)
     requests = [
-        _own(str(one.id), one.prompt_tokens, one.output_tokens, one)
-        for one in driven.requests
+        _own(str(request.id), request.prompt_tokens, request.output_tokens, request)
+        for request in driven.requests
     ]
     return ClientFile(requests, driven.torn_lines)
 
@@ -117,13 +156,13 @@ def _replayed(path: Path) -> ClientFile:
     lines = read_lines(path, ReplayHeader, ReplayedRequest | ReplayEnd)
     requests = [
         _own(
-            in_header(one.id),
-            one.usage_prompt_tokens,
-            one.usage_completion_tokens,
-            one,
+            in_header(record.id),
+            record.usage_prompt_tokens,
+            record.usage_completion_tokens,
+            record,
         )
-        for one in lines.records
-        if isinstance(one, ReplayedRequest)
+        for record in lines.records
+        if isinstance(record, ReplayedRequest)
     ]
     return ClientFile(requests, lines.torn_lines)
 
@@ -152,150 +191,14 @@ def _ids(x_request_id: str) -> tuple[str, ...]:
 
 
 def _answers(response_id: str) -> tuple[str, ...]:
-    """Name the engine's requests of an answer.
-
-    Each prompt of a completion has a number, each turn of /v1/responses has one, and so
-    has each of several answers.
-    """
+    """Name the engine's requests of an answer: each prompt and answer has a number."""
     prompts = [f"{response_id}-{number}" for number in range(MOST_ANSWERS)]
-    turns = [f"{response_id}_{number}" for number in range(MOST_ANSWERS)]
     several = [
-        f"{number}_{one}"
+        f"{number}_{name}"
         for number in range(MOST_ANSWERS)
-        for one in (response_id, f"{response_id}-0")
+        for name in (response_id, f"{response_id}-0")
     ]
-    return (response_id, *prompts, *turns, *several)
-
-
-AIPERF_TIMES = {"time_to_first_token", "request_latency"}
-
-
-class _Metric(msgspec.Struct):
-    value: float | list[float] | None = None
-    unit: str = ""
-
-    def times(self, scale: float | None) -> float | None:
-        if isinstance(self.value, list) or self.value is None or scale is None:
-            return None
-        return self.value * scale
-
-    @property
-    def us(self) -> float | None:
-        return self.times(US.get(self.unit))
-
-    @property
-    def tokens(self) -> int | None:
-        count = self.times(1)
-        return round(count) if count is not None and 0 <= count <= MOST else None
-
-
-class _AiperfMetadata(msgspec.Struct):
-    x_request_id: str
-    was_cancelled: bool = False
-
-
-class _AiperfRecord(msgspec.Struct):
-    metadata: _AiperfMetadata
-    metrics: dict[str, _Metric]
-    error: Any = None
-
-    def __post_init__(self) -> None:
-        """Refuse times of unknown units; msgspec makes a DecodeError of it."""
-        for name in AIPERF_TIMES & self.metrics.keys():
-            metric = self.metrics[name]
-            if metric.value is not None and metric.unit not in US:
-                raise ValueError(f"{name} has the unknown unit {metric.unit!r}")
-
-
-def _aiperf(path: Path) -> ClientFile:
-    requests, bad = [], []
-    decode = msgspec.json.Decoder(_AiperfRecord).decode
-    with path.open("rb") as file:
-        lines = jsonlines.Reader(file, loads=decode)
-        while True:
-            try:
-                record: Any = lines.read(skip_empty=True)
-            except EOFError:
-                break
-            except jsonlines.InvalidLineError as error:
-                why = error.__cause__ or error
-                bad.append(f"{path.name}:{error.lineno}: {why}")
-            else:
-                requests.append(_of_aiperf(record))
-    return ClientFile(requests, bad_lines=tuple(bad))
-
-
-def _of_aiperf(record: _AiperfRecord) -> ClientRequest:
-    name = record.metadata.x_request_id
-    nothing = _Metric()
-    of = {
-        key: record.metrics.get(key, nothing)
-        for key in (
-            *("usage_prompt_tokens", "usage_completion_tokens"),
-            *("time_to_first_token", "request_latency"),
-        )
-    }
-    failed = record.metadata.was_cancelled or record.error is not None
-    if failed:
-        return ClientRequest(name, _ids(name))
-    return ClientRequest(
-        name,
-        _ids(name),
-        of["usage_prompt_tokens"].tokens,
-        of["usage_completion_tokens"].tokens,
-        of["time_to_first_token"].us,
-        of["request_latency"].us,
-    )
-
-
-class _GuidellmRequest(msgspec.Struct):
-    request_id: str
-    response_id: str | None = None
-    request_latency: float | None = None
-    time_to_first_token_ms: float | None = None
-
-
-class _GuidellmRequests(msgspec.Struct):
-    successful: list[_GuidellmRequest] = []
-    incomplete: list[_GuidellmRequest] = []
-    errored: list[_GuidellmRequest] = []
-
-
-class _GuidellmBenchmark(msgspec.Struct):
-    requests: _GuidellmRequests
-
-
-class _GuidellmReport(msgspec.Struct):
-    benchmarks: list[_GuidellmBenchmark]
-
-
-def _guidellm(path: Path) -> ClientFile:
-    report = msgspec.json.decode(path.read_bytes(), type=_GuidellmReport)
-    requests, without_id = [], 0
-    for one, answered in _of_guidellm(report):
-        if not one.response_id:
-            without_id += 1
-            continue
-        ids = _answers(one.response_id)
-        ttft_ms, e2e_s = one.time_to_first_token_ms, one.request_latency
-        requests.append(
-            ClientRequest(
-                one.response_id,
-                ids,
-                ttft_us=None if ttft_ms is None else 1e3 * ttft_ms,
-                e2e_us=1e6 * e2e_s if answered and e2e_s is not None else None,
-            )
-        )
-    remedy = "Use a backend of guidellm whose answers carry an id, as its OpenAI one"
-    return ClientFile(requests, without_id=without_id, remedy=remedy)
-
-
-def _of_guidellm(report: _GuidellmReport) -> Iterator[tuple[_GuidellmRequest, bool]]:
-    for benchmark in report.benchmarks:
-        for one in benchmark.requests.successful:
-            yield one, True
-        for one in (*benchmark.requests.incomplete, *benchmark.requests.errored):
-            yield one, False
+    return (response_id, *prompts, *several)
 
 
 class _VllmBench(msgspec.Struct):
@@ -350,16 +253,4 @@ def _vllm_bench(path: Path) -> ClientFile:
             else:
                 us = (1e6 * bench.ttfts[number], 1e6 * e2e_s[number])
                 requests.append(ClientRequest(name, _ids(name), None, None, *us))
-    remedy = (
-        "Give vllm bench serve --request-id-prefix PREFIX and "
-        "--metadata request_id_prefix=PREFIX"
-    )
-    return ClientFile(requests, without_id=without_id, remedy=remedy)
-
-
-# Fields by which the files of other programs are recognised.
-EVIDENCE = (
-    ((b'"x_request_id"', b'"request_start_ns"', b'"metadata"', b'"metrics"'), _aiperf),
-    ((b'"benchmarks"', b"guidellm"), _guidellm),
-    ((b'"input_lens"', b'"output_lens"', b'"ttfts"'), _vllm_bench),
-)
+    return ClientFile(requests, without_id=without_id)

@@ -82,26 +82,26 @@ class Clients:
         )
 
 
-def read_clients(folder: Path, found: Sequence[ServerFiles]) -> Clients:
-    """Read what clients of the instances `found` wrote below `folder`, or beside it."""
+def read_clients(folder: Path, servers: Sequence[ServerFiles]) -> Clients:
+    """Read what clients of the `servers` wrote below `folder`, or beside it."""
     seen: dict[str, pl.DataFrame] = {}
     warnings: list[RunWarning] = []
     failed = unmatched = several = 0
     unrecorded: set[str] = set()
-    for files, instances in _groups(folder, found):
+    for files, instances in _groups(folder, servers):
         sent, doubtful = _read(files)
         warnings += doubtful
         answered = sent.drop_nulls("client_e2e_us")
-        matched = _matched(answered, {one.path.parent for one in instances})
+        matched = _matched(answered, {server.path.parent for server in instances})
         alone = matched.filter(
             pl.col("client").is_unique(), pl.col("request").is_unique()
         )
         failed += sent.height - answered.height
         unmatched += answered.height - matched["client"].n_unique()
         several += matched["client"].n_unique() - alone.height
-        unrecorded |= {one.name for one in instances if not _has_requests(one)}
+        unrecorded |= {server.name for server in instances if not _has_requests(server)}
         if alone.height:
-            seen |= {one.name: alone.select(*KEY, *OUTSIDE) for one in instances}
+            seen |= {server.name: alone.select(*KEY, *OUTSIDE) for server in instances}
     why = (
         f"there is no {FILE} of {', '.join(sorted(unrecorded))}: {RECORD}"
         if unrecorded
@@ -160,7 +160,7 @@ def outside(requests: pl.DataFrame) -> list[list[Cell]]:
 
 
 def _groups(
-    folder: Path, found: Sequence[ServerFiles]
+    folder: Path, servers: Sequence[ServerFiles]
 ) -> Iterator[tuple[list[Path], list[ServerFiles]]]:
     """Clients' files, and the instances that they tell of.
 
@@ -171,15 +171,15 @@ def _groups(
     for path in filter(is_client_file, _candidates(folder)):
         places.setdefault(path.parent, []).append(path)
     instances: dict[Path | None, list[ServerFiles]] = {None: []}
-    for one in found:
-        above = (place for place in one.path.resolve().parents if place in places)
-        instances.setdefault(next(above, None), []).append(one)
+    for server in servers:
+        above = (place for place in server.path.resolve().parents if place in places)
+        instances.setdefault(next(above, None), []).append(server)
     others = [
         path for place in places if place not in instances for path in places[place]
     ]
-    for place, told in instances.items():
+    for place, of_place in instances.items():
         if files := others if place is None else places[place]:
-            yield files, told
+            yield files, of_place
 
 
 def _candidates(folder: Path) -> list[Path]:
@@ -200,30 +200,26 @@ def _read(files: Sequence[Path]) -> tuple[pl.DataFrame, list[RunWarning]]:
     warnings = []
     for path in files:
         try:
-            told = read_client_file(path)
+            read = read_client_file(path)
         except RecordsError as error:
             remedy = "What this client saw is left out; see the file"
             warnings.append(
                 RunWarning("client_unreadable", path.name, str(error), remedy)
             )
             continue
-        rows += told.requests
+        rows += read.requests
         warnings += _warnings(
             path.name,
             torn_lines=(
-                told.torn_lines,
+                read.torn_lines,
                 "torn last line left out",
                 "Nothing: a stopped writer leaves one",
             ),
-            bad_lines=(
-                len(told.bad_lines),
-                f"{{:,}} bad lines left out, the first: {''.join(told.bad_lines[:1])}",
-                "See the file",
-            ),
             client_without_id=(
-                told.without_id,
+                read.without_id,
                 "{:,} requests have no id by which the server knows them",
-                told.remedy,
+                "Give vllm bench serve --request-id-prefix PREFIX and "
+                "--metadata request_id_prefix=PREFIX",
             ),
         )
     table = pl.DataFrame(rows, SENT, orient="row", strict=False)
@@ -244,11 +240,11 @@ def _matched(answered: pl.DataFrame, folders: set[Path]) -> pl.DataFrame:
         (prompt == pl.col("prompt_tokens")).fill_null(value=True),
         ((output == own) | (output == in_all)).fill_null(value=True),
     )
-    found = equal.filter(output.is_not_null() | (own == own.max().over("client")))
+    matched = equal.filter(output.is_not_null() | (own == own.max().over("client")))
     # Of several answers to one request, the client waited for the last.
     several = pl.col("id").n_unique().over("client") == pl.len().over("client")
     last = pl.col("finished_ns") == pl.col("finished_ns").max().over("client")
-    return found.filter(~several | last)
+    return matched.filter(~several | last)
 
 
 def _hashed(ids: pl.Series, key: bytes) -> pl.Series:
@@ -261,17 +257,17 @@ def _recorded(folder: Path) -> pl.DataFrame:
     with suppress(RecordsError):
         records = read_engine_requests(folder / FILE, strict=False).records
         rows = [
-            (one.id, one.prompt_tokens, one.output_tokens, one.finished_ns)
-            for one in records
-            if one.finished_ns is not None
+            (record.id, record.prompt_tokens, record.output_tokens, record.finished_ns)
+            for record in records
+            if record.finished_ns is not None
         ]
     return pl.DataFrame(rows, ENDED, orient="row", strict=False)
 
 
-def _warnings(place: str, **told: tuple[int, str, str]) -> list[RunWarning]:
+def _warnings(place: str, **counts: tuple[int, str, str]) -> list[RunWarning]:
     """Make a warning of each kind whose count is above 0: count, message, remedy."""
     return [
         RunWarning(kind, place, message.format(count), remedy)
-        for kind, (count, message, remedy) in told.items()
+        for kind, (count, message, remedy) in counts.items()
         if count
     ]

@@ -15,7 +15,7 @@ import fnmatch
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -47,11 +47,19 @@ class ServerFiles:
     @property
     def engine(self) -> str:
         """Name the engine that had this life: the folder, its host and rank."""
-        life = LIFE.fullmatch(self.path.parent.name)
-        if life is None:
-            return self.name
-        engine = f"{life['host']}-dp{life['rank']}"
-        return self.name.removesuffix(self.path.parent.name) + engine
+        return _engine(self.name, self.path)
+
+
+def engine_of(folder: Path, path: Path) -> str:
+    """Name the engine of which a file below `folder` is: it may have many lives."""
+    return _engine(name_of(folder, path), path)
+
+
+def _engine(name: str, path: Path) -> str:
+    life = LIFE.fullmatch(path.parent.name)
+    if life is None:
+        return name
+    return name.removesuffix(path.parent.name) + f"{life['host']}-dp{life['rank']}"
 
 
 def discover(folder: Path) -> tuple[list[ServerFiles], list[RunWarning]]:
@@ -65,7 +73,7 @@ def discover(folder: Path) -> tuple[list[ServerFiles], list[RunWarning]]:
     there = files_below(folder, STEP_FILES, errors.append)
     paths = sorted({path for path in map(whole, there) if path.suffix == ".jsonl"})
     # A folder may be removed meanwhile.
-    closed = [one for one in errors if not isinstance(one, FileNotFoundError)]
+    closed = [error for error in errors if not isinstance(error, FileNotFoundError)]
     if not paths:
         if closed:
             raise RecordsError(f"{closed[0].filename}: {closed[0].strerror}")
@@ -73,7 +81,7 @@ def discover(folder: Path) -> tuple[list[ServerFiles], list[RunWarning]]:
             f"{folder}: no engine_step.jsonl here or below{_records_near(folder)}; was "
             f"the server started with KVTAX_STEP_RECORDS_DIR? {RECORD}"
         )
-    found = []
+    servers = []
     warnings = [
         _unreadable(name_of(folder, Path(error.filename, "*")), error)
         for error in closed
@@ -81,16 +89,16 @@ def discover(folder: Path) -> tuple[list[ServerFiles], list[RunWarning]]:
     for path in paths:
         name = name_of(folder, path)
         try:
-            found.append(_found(name, path))
+            servers.append(_server(name, path))
         except RecordsError as error:
             warnings.append(_unreadable(name, error))
-    found, copies = _each_life_once(found)
+    servers, copies = _each_life_once(servers)
     warnings += copies
-    releases = {one.header.vllm_version for one in found}
+    releases = {server.header.vllm_version for server in servers}
     if len(releases) > 1:
         listed = ", ".join(sorted(str(release) for release in releases))
         warnings.append(Warn.SEVERAL_RELEASES(releases=listed))
-    return found, warnings
+    return servers, warnings
 
 
 def _unreadable(name: str, error: RecordsError | OSError) -> RunWarning:
@@ -115,17 +123,18 @@ def _records_near(folder: Path) -> str:
 
 
 def _each_life_once(
-    found: list[ServerFiles],
+    servers: list[ServerFiles],
 ) -> tuple[list[ServerFiles], list[RunWarning]]:
     """Select the larger of the copies of one life, and name the others."""
     by_life: dict[str, ServerFiles] = {}
     copies = []
-    for one in found:
-        life = one.header.life or one.name
-        other = by_life.setdefault(life, one)
-        if other is one:
+    for server in servers:
+        life = server.header.life or server.name
+        other = by_life.setdefault(life, server)
+        if other is server:
             continue
-        larger, copy = (other, one) if _size(other) >= _size(one) else (one, other)
+        is_larger = _size(server) > _size(other)
+        larger, copy = (server, other) if is_larger else (other, server)
         by_life[life] = larger
         copies.append(Warn.COPY(copy.name, of=larger.name, life=life))
     return [*by_life.values()], copies
@@ -144,9 +153,26 @@ def files_below(
     """
     return sorted(
         Path(parent, name)
-        for parent, folders, names in os.walk(folder, onerror=on_error)
+        for parent, folders, names in _walk(folder, on_error)
         for name in fnmatch.filter([*folders, *names], pattern)
     )
+
+
+def _walk(
+    folder: Path, on_error: Callable[[OSError], None] | None
+) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Walk a folder and those that it links to, each once."""
+    seen: set[tuple[int, int]] = set()
+    for parent, folders, names in os.walk(folder, onerror=on_error, followlinks=True):
+        with suppress(OSError):
+            stat = os.stat(parent)
+            if (stat.st_dev, stat.st_ino) in seen:
+                folders.clear()
+                continue
+            seen.add((stat.st_dev, stat.st_ino))
+        # The folder itself before a link to it.
+        folders.sort(key=lambda name: (os.path.islink(Path(parent, name)), name))
+        yield parent, folders, names
 
 
 def name_of(folder: Path, path: Path) -> str:
@@ -158,7 +184,7 @@ def name_of(folder: Path, path: Path) -> str:
     return f"{name}/{path.stem}" if is_one_of_several else name
 
 
-def _found(name: str, path: Path) -> ServerFiles:
+def _server(name: str, path: Path) -> ServerFiles:
     oldest, *newer = parts_of(path)
     try:
         header = read_header(oldest, EngineHeader)
@@ -198,26 +224,26 @@ class Clock:
 
 def common_clock(instances: Sequence[ServerFiles]) -> Clock:
     """Take the clock of the first instance for all; only those with steps count."""
-    shown = [one for one in instances if one.first_ns is not None]
+    shown = [server for server in instances if server.first_ns is not None]
     if not shown:
         return Clock(0, {}, None)
     first = shown[0]
     ahead_ns = _ahead_ns(first)
     shifts: dict[str, int] = {}
     unknown, others = [], []
-    for one in shown:
-        shifts[one.name] = 0
-        if one.header.boot_id == first.header.boot_id is not None:
+    for server in shown:
+        shifts[server.name] = 0
+        if server.header.boot_id == first.header.boot_id is not None:
             continue
-        own_ns = _ahead_ns(one)
-        if one is first:
+        own_ns = _ahead_ns(server)
+        if server is first:
             continue
         if own_ns is not None and ahead_ns is not None:
-            shifts[one.name] = own_ns - ahead_ns
-            others.append(one.name)
+            shifts[server.name] = own_ns - ahead_ns
+            others.append(server.name)
         else:
-            unknown.append(one.name)
-    zero_ns = min((one.first_ns or 0) + shifts[one.name] for one in shown)
+            unknown.append(server.name)
+    zero_ns = min((server.first_ns or 0) + shifts[server.name] for server in shown)
     return Clock(
         zero_ns,
         shifts,

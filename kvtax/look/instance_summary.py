@@ -10,7 +10,6 @@ cost moved with it, not that it is the reason: `kvtax sweep` measures that.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -18,10 +17,11 @@ import numpy as np
 import polars as pl
 
 from kvtax.look.clients import outside
+from kvtax.look.digest import STRETCH, SUMS, StepDigest
 from kvtax.look.instances import Instance
 from kvtax.report.document import Cell
 from kvtax.stats import Estimate
-from kvtax.stats.distribution import as_float, share_of
+from kvtax.stats.distribution import Floats, as_float, share_of, t_quantile
 from kvtax.stats.least_squares import (
     STRETCHES,
     jackknifed_slopes,
@@ -29,9 +29,6 @@ from kvtax.stats.least_squares import (
 )
 from kvtax.steps.parts import STEP_PARTS
 
-BLOCK_STEPS = 50
-# Columns of what the engine's process does, which is known of each step.
-OF_THE_ENGINE = ("step_us", "scheduler")
 # Mean step over the time between two ends from which steps are called overlapping.
 MOST_ALONE = 1.05
 # Correlation with the other axes above which two cannot be told apart: a variance
@@ -61,21 +58,15 @@ COVARIATES = {
 }
 
 
-def used_blocks(steps: pl.DataFrame) -> pl.DataFrame:
-    """Add `used_blocks`: what running requests hold, up to a constant."""
-    most = steps["free_blocks"].max()
-    return steps.with_columns(
-        (pl.lit(most) - pl.col("free_blocks")).alias("used_blocks")
-    )
-
-
 # Slope in us per step by axis, or why it is not known.
 Slopes = dict[str, Estimate | str]
 
 
-def moves(steps: pl.DataFrame, times: Sequence[str]) -> dict[str, Slopes]:
+def moves(digest: StepDigest, times: Sequence[str]) -> dict[str, Slopes]:
     """For each of the columns `times`: the slope of its mean along each axis."""
-    blocks = _blocks(used_blocks(steps), times)
+    if not digest.steps:
+        return {}
+    blocks = _blocks(digest, times)
     unknown = _unmoved(blocks)
     axes = {name: axis for name, axis in COVARIATES.items() if name not in unknown}
     if not axes or not times:
@@ -85,23 +76,37 @@ def moves(steps: pl.DataFrame, times: Sequence[str]) -> dict[str, Slopes]:
     together = share_explained_by_others(matrix) > MOST_EXPLAINED
     for name in np.array([*axes])[together[:-1]]:
         unknown[name] = "it moved together with the others"
-    told = {}
+    by_time = {}
     for time, slopes in zip(
         times, jackknifed_slopes(matrix, blocks.select(times).to_numpy()), strict=True
     ):
         known = dict(zip(axes, slopes[:-1], strict=True)) | unknown
-        told[time] = {name: known[name] for name in COVARIATES}
-    return told
+        by_time[time] = {name: known[name] for name in COVARIATES}
+    return by_time
 
 
-def _blocks(steps: pl.DataFrame, times: Sequence[str]) -> pl.DataFrame:
-    """Means over blocks of neighbouring steps."""
-    columns = [*times, *(axis.column for axis in COVARIATES.values())]
-    number = (pl.int_range(pl.len()) // BLOCK_STEPS).set_sorted()
+def _blocks(digest: StepDigest, times: Sequence[str]) -> pl.DataFrame:
+    """Means over blocks of neighbouring steps that have a worker's record."""
+    most = digest.most_free_blocks
+    weight = pl.col("weight").cast(pl.Float64)
+    axes = ("cache_size", "running", "used_blocks", "prefill_tokens")
+    block = (pl.col("weight").cum_sum() - 1) // STRETCH
     return (
-        steps.select(*columns, number.alias("block"))
-        .group_by("block", maintain_order=True)
-        .agg(pl.col(columns).mean())
+        digest.stretches.filter(pl.col("weight") > 0)
+        .with_columns((pl.lit(most) - pl.col("free_blocks")).alias("used_blocks"))
+        .group_by(block.alias("block"), maintain_order=True)
+        .agg(
+            *(
+                (pl.col(f"{SUMS}{time}").fill_null(0).sum() / weight.sum()).alias(time)
+                for time in times
+            ),
+            *((pl.col(axis) * weight).sum() / weight.sum() for axis in axes),
+            *(pl.col(axis).null_count().alias(f"unknown.{axis}") for axis in axes),
+        )
+        .with_columns(
+            pl.when(pl.col(f"unknown.{axis}") == 0).then(pl.col(axis)).alias(axis)
+            for axis in axes
+        )
     )
 
 
@@ -120,23 +125,26 @@ def _unmoved(blocks: pl.DataFrame) -> dict[str, str]:
     """Name the axes that say nothing about these blocks, and why."""
     if blocks.height < 2 * STRETCHES:
         return dict.fromkeys(
-            COVARIATES, f"fewer than {2 * STRETCHES * BLOCK_STEPS:,} steps"
+            COVARIATES, f"fewer than {2 * STRETCHES * STRETCH:,} steps"
         )
-    told = {}
+    why = {}
     for name, axis in COVARIATES.items():
         column = blocks[axis.column]
         if column.null_count():
-            told[name] = "not recorded"
+            why[name] = "not recorded"
         elif (swings := _swings(column, axis.least_range)) is None:
-            told[name] = "it hardly changed"
+            why[name] = "it hardly changed"
         elif swings < FEWEST_SWINGS:
-            told[name] = "it hardly went up and down, so time may be the reason"
-    return told
+            why[name] = "it hardly went up and down, so time may be the reason"
+    return why
 
 
 @dataclass(frozen=True)
 class Part:
-    """Times in us per step, over all steps; `share` of the time in which steps ran."""
+    """Times in us per step; `share` of the time in which steps ran.
+
+    Mean and share are without the long steps, quantiles and the most of all steps.
+    """
 
     name: str
     column: str
@@ -153,18 +161,21 @@ class Cost:
     """Cost of one instance, the connector's among `parts` where it is known.
 
     A step ended every `period_us` while any ran: less than a step takes, where steps
-    overlap. `connector_ms_per_s` is per second in which steps ran. Model, connector,
-    its methods in the worker and other are of the `worker_steps` that have a worker's
-    record. `at_start_us` and `between_us` are in no part (Instance).
+    overlap. Model, connector, its methods in the worker and other are of the
+    `worker_steps` that have a worker's record. `bar` splits their step into model,
+    scheduler, connector and the rest, in us that add up to it. `at_start_us` and
+    `between_us` are in no part (Instance).
     """
 
     steps: int
     worker_steps: int
+    has_worker: bool
     seconds: float
     period_us: float
     step: Part
     parts: list[Part]
     methods: list[Part]
+    bar: dict[str, float]
     at_start_us: dict[str, float]
     between_us: dict[str, float]
 
@@ -183,85 +194,130 @@ class Cost:
         return 1e3 * self.connector.share if self.connector else None
 
     @property
+    def overlaps(self) -> bool:
+        """Whether steps overlap, as under asynchronous scheduling."""
+        return self.step.mean_us >= MOST_ALONE * self.period_us
+
+    @property
     def overlap(self) -> str:
         """Say in words how often steps ended; empty where they do not overlap."""
-        if self.step.mean_us < MOST_ALONE * self.period_us:
-            return ""
-        return f"steps overlap, one ended every {self.period_us:,.0f} µs"
+        ended = f"steps overlap, one ended every {self.period_us:,.0f} µs"
+        return ended if self.overlaps else ""
 
 
 def cost(instance: Instance) -> Cost | None:
     """Compute the cost, None without steps; the method that takes most comes first."""
-    steps, with_worker = instance.steps, instance.with_worker
-    if not steps.height:
+    digest = instance.digest
+    if not digest.all.steps:
         return None
-    known = [name for name in STEP_PARTS if steps[name].count()]
-
-    def part(name: str) -> Part:
-        # What the worker does is a share of the steps in which it is recorded.
-        in_all = name.startswith(OF_THE_ENGINE)
-        return _part(steps if in_all else with_worker, name, instance.alone_share)
-
-    parts, methods = map(part, known), [part(name) for name in instance.methods]
+    known = [n for n in STEP_PARTS if n != "connector_us" or digest.knows(n)]
+    parts = [_part(digest, name) for name in known]
     # All time that is in no other part, as that of overlapping steps is in several.
     *others, rest = parts
     left = max(0.0, 1.0 - sum(part.share for part in others))
     return Cost(
-        steps=steps.height,
-        worker_steps=with_worker.height,
-        seconds=(steps["end_ns"].max() - steps["t_ns"][0]) / 1e9,
-        period_us=(instance.covered_us or 1.0) / steps.height,
-        step=replace(part("step_us"), share=1.0),
+        steps=digest.steps,
+        worker_steps=digest.with_worker.steps,
+        has_worker=digest.has_worker,
+        seconds=(digest.end_ns - digest.begin_ns) / 1e9,
+        period_us=(digest.covered_us or 1.0) / digest.all.steps,
+        step=replace(_part(digest, "step_us"), share=1.0),
         parts=[*others, replace(rest, share=left, mean_us=max(rest.mean_us, 0.0))],
-        methods=sorted(methods, key=lambda part: -part.mean_us),
+        methods=sorted(
+            (_part(digest, name) for name in instance.methods),
+            key=lambda part: -part.mean_us,
+        ),
+        bar=_bar(digest, known),
         at_start_us=instance.at_start_us,
         between_us=instance.between_us,
     )
 
 
-def _part(steps: pl.DataFrame, column: str, alone_share: float) -> Part:
-    us = steps[column]
-    p50_us, p99_us = quantiles(us, (0.5, 0.99))
+def _bar(digest: StepDigest, known: Sequence[str]) -> dict[str, float]:
+    """Split the mean step into us by name, which add up to it."""
+    population = digest.with_worker
+    bar = {STEP_PARTS[n]: population.mean(n) for n in known if n != "other_us"}
+    left_us = max(population.mean("step_us") - sum(bar.values()), 0.0)
+    return bar | {"the rest": left_us}
+
+
+def _part(digest: StepDigest, column: str) -> Part:
+    population = digest.of(column)
     calls = column.removesuffix("_us") + "_calls"
-    covered_us = as_float(steps["step_us"].cast(pl.Float64).sum()) * alone_share
+    covered_us = population.sums["step_us"] * digest.alone_share
     return Part(
         name=STEP_PARTS.get(column, column.removesuffix("_us")),
         column=column,
-        calls_per_step=(
-            as_float(steps[calls].mean()) if calls in steps.columns else None
-        ),
-        mean_us=as_float(us.mean()),
-        p50_us=p50_us,
-        p99_us=p99_us,
-        most_us=as_float(us.max()),
-        share=share_of(float(us.sum()), covered_us),
+        calls_per_step=population.mean(calls) if calls in population.sums else None,
+        mean_us=max(population.mean(column), 0.0),
+        p50_us=digest.quantile(column, 0.5),
+        p99_us=digest.quantile(column, 0.99),
+        most_us=digest.most_us[column],
+        share=share_of(max(population.sums.get(column, 0.0), 0.0), covered_us),
     )
 
 
-def quantiles(us: pl.Series, shares: Sequence[float]) -> list[float]:
-    """Find the values nearest to these quantiles, as Series.quantile does, of a column
-    without nulls. All at once takes half the time."""
-    at = [math.floor((len(us) - 1) * share + 0.5) for share in shares]
-    return [float(one) for one in np.partition(us.to_numpy(), at)[at]]
+@dataclass(frozen=True)
+class Felt:
+    """The connector's share of the time for which users waited.
 
-
-def felt(requests: pl.DataFrame) -> dict[str, dict[str, float]]:
-    """Compute p50 and p99 of the connector's share of TTFT and of a request's time.
-
-    A request that waited 3 ms for the connector's calls, of 100 ms, felt 0.03.
+    `share` is that of all their time; half of it was spent at a share below `p50`.
     """
-    told = {}
-    for span, whole in (("ttft", "ttft_us"), ("e2e", "e2e_us")):
-        column = f"{span}.connector_us"
-        if column not in requests.columns:
-            continue
-        share = (requests[column] / requests[whole]).drop_nulls()
-        if len(share):
-            told[span] = {
-                "p50": as_float(share.quantile(0.5)),
-                "p99": as_float(share.quantile(0.99)),
-            }
-    return told
+
+    share: Estimate
+    p50: float
+    p99: float
+    requests: int
+
+
+def felt(requests: pl.DataFrame) -> dict[str, Felt]:
+    """Compute the connector's share of TTFT and of the time per output token, TPOT.
+
+    A request counts by the time that it waited: an answer of two tokens is hardly
+    waited for. Those that were in a long step are left out.
+    """
+    if "e2e.connector_us" not in requests.columns:
+        return {}
+    known = requests.filter(~pl.col("is_long")).drop_nulls("e2e.connector_us")
+    decode = known.drop_nulls("tpot_us").select(
+        (pl.col("e2e.connector_us") - pl.col("ttft.connector_us")).alias("connector"),
+        (pl.col("e2e_us") - pl.col("ttft_us")).alias("whole"),
+    )
+    first = known.select(
+        pl.col("ttft.connector_us").alias("connector"), pl.col("ttft_us").alias("whole")
+    )
+    spans = {"ttft": first.drop_nulls(), "tpot": decode.drop_nulls()}
+    return {
+        name: _felt(span["connector"].to_numpy(), span["whole"].to_numpy())
+        for name, span in spans.items()
+        if span.height and as_float(span["whole"].sum()) > 0
+    }
+
+
+def _felt(connector_us: Floats, whole_us: Floats) -> Felt:
+    connector_us = np.maximum(connector_us, 0)
+    shares = connector_us / np.maximum(whole_us, 1e-9)
+    order = np.argsort(shares)
+    below = np.cumsum(whole_us[order]) / whole_us.sum()
+    p50, p99 = (float(shares[order][np.searchsorted(below, q)]) for q in (0.5, 0.99))
+    return Felt(_ratio(connector_us, whole_us), p50, p99, len(whole_us))
+
+
+def _ratio(parts: Floats, wholes: Floats) -> Estimate:
+    """Divide two sums; the interval is of a jackknife over stretches of time."""
+    value = float(parts.sum() / wholes.sum())
+    count = min(STRETCHES, len(parts))
+    if count < STRETCHES:
+        return Estimate(value)
+    without = [
+        (parts.sum() - own.sum()) / (wholes.sum() - whole.sum())
+        for own, whole in zip(
+            np.array_split(parts, count), np.array_split(wholes, count), strict=True
+        )
+    ]
+    spread = np.sqrt((count - 1) * np.var(without))
+    reach = float(t_quantile(0.975, count - 1) * spread)
+    return Estimate(value, (max(value - reach, 0.0), value + reach))
 
 
 PARTS_OF_A_REQUEST = {
@@ -301,33 +357,36 @@ def waited_most(requests: pl.DataFrame, count: int) -> pl.DataFrame:
 
 @dataclass(frozen=True)
 class InstanceSummary:
-    """An instance and what was found of it; `cost` is None without steps.
+    """An instance and what was computed of it; `cost` is None without steps.
 
     `slopes` are by time: `connector_us` and each of the connector's methods, if there
-    are any. `felt` is
-    the connector's share of what requests waited for, `outside` what their clients did.
+    are any. `felt` is the connector's share of what requests waited for, `outside` what
+    their clients waited for.
     """
 
     instance: Instance
     cost: Cost | None
     slopes: dict[str, Slopes]
-    felt: dict[str, dict[str, float]]
+    felt: dict[str, Felt]
     outside: list[list[Cell]]
+
+    @property
+    def release(self) -> str:
+        return f"vLLM {self.instance.vllm_version or 'of unknown release'}"
 
     @property
     def title(self) -> str:
         """Server and release, and how much of it was recorded."""
         instance = self.instance
-        release = f"vLLM {instance.vllm_version or 'of unknown release'}"
         if self.cost is None:
-            return f"{instance.name}: {release}, no steps"
+            return f"{instance.name}: {self.release}, no steps"
         every = instance.header.every
         steps = f"{self.cost.steps:,} steps" + (
             f", one in {every}," if every > 1 else ""
         )
         return (
-            f"{instance.name}: {release}, {steps} in {self.cost.seconds:,.0f} s, "
-            f"{instance.requests.height:,} requests"
+            f"{instance.name}: {self.release}, {steps} in {self.cost.seconds:,.0f} s, "
+            f"{instance.all_requests:,} requests"
         )
 
 
@@ -337,7 +396,7 @@ def summarise(instance: Instance) -> InstanceSummary:
     return InstanceSummary(
         instance,
         cost(instance),
-        moves(instance.with_worker, times),
+        moves(instance.digest, times),
         felt(instance.requests),
         outside(instance.requests),
     )

@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An instance as it recorded itself: its steps, requests and samples."""
+"""An instance as it recorded itself: sums over its steps, its requests and threads.
+
+Steps are read once, in chunks, and summed up as they come (kvtax.look.digest): memory
+does not grow with their number.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import polars as pl
 
+from kvtax.look.digest import StepDigest
 from kvtax.look.discover import ServerFiles, discover
-from kvtax.look.flames import flames
-from kvtax.look.requests import NO_REQUESTS, read_requests
+from kvtax.look.requests import NO_REQUESTS, Marks, read_requests, split
+from kvtax.look.threads import SpinningThread, spinning_threads
 from kvtax.records import RecordsError
 from kvtax.records.steps import (
     ENGINE_COUNTS,
@@ -25,9 +28,8 @@ from kvtax.records.steps import (
     EngineHeader,
 )
 from kvtax.records.warning import RunWarning, Warn
-from kvtax.report.document import Flame
-from kvtax.stats.distribution import Floats, as_float
-from kvtax.steps.life import recorded_steps
+from kvtax.stats.distribution import Floats
+from kvtax.steps.life import LifeSteps
 from kvtax.steps.parts import CALLS, SIDES, STEP_PARTS, method_columns, step_parts
 
 # What vLLM calls once, before there are steps.
@@ -53,7 +55,7 @@ ROUNDING_US = 1.0
 class OutsideCalls(NamedTuple):
     """Steps without the calls outside of them, and the time of these by method, in us.
 
-    `between_us` is a sum over all steps.
+    `between_us` is a sum over these steps.
     """
 
     steps: pl.DataFrame
@@ -61,8 +63,10 @@ class OutsideCalls(NamedTuple):
     between_us: dict[str, float]
 
 
-def without_outside_calls(steps: pl.DataFrame) -> OutsideCalls:
+def without_outside_calls(steps: pl.DataFrame, *, is_start: bool) -> OutsideCalls:
     """Take calls out of `steps` that cannot have been made within.
+
+    Where it `is_start`, the first of them has the calls before all steps.
 
     Where a side's calls are longer than its own time in the step, and all parts longer
     than the step, its longest calls were made outside: they go, one method after the
@@ -76,8 +80,8 @@ def without_outside_calls(steps: pl.DataFrame) -> OutsideCalls:
     some = steps[rows].with_columns(pl.col(methods).fill_null(0))
     us = some.select(methods).to_numpy().astype(float)
     outside = np.zeros(us.shape, bool)
-    is_start = [_method(name).rpartition(".")[2] in START_METHODS for name in methods]
-    outside[0] = is_start & (us[0] > 0)
+    at_start = [_method(name).rpartition(".")[2] in START_METHODS for name in methods]
+    outside[0] = np.array(at_start) & (us[0] > 0) & is_start
     fit: set[str] = set()  # sides whose calls fit: they still do with fewer calls
     for side in (name.partition(".")[0] for name in methods):
         if side in fit:
@@ -98,7 +102,8 @@ def without_outside_calls(steps: pl.DataFrame) -> OutsideCalls:
         for column in (name, _method(name) + CALLS) if gone.any() else ():
             columns.append(steps[column].clone().scatter(rows[gone], None))
     taken_us = np.where(outside, us, 0)
-    at_start_us, between_us = taken_us[0], taken_us[1:].sum(axis=0)
+    first = 1 if is_start else 0
+    at_start_us, between_us = taken_us[:first].sum(axis=0), taken_us[first:].sum(axis=0)
     return OutsideCalls(
         steps.with_columns(columns),
         {
@@ -131,29 +136,102 @@ TIMES = ("schedule_us", "update_us", "step_us")
 MOST_COUNTED = 2**31
 
 
+class Steps:
+    """The steps of a life that ended, in chunks, and what was left out of them.
+
+    A frame has a row per step, in order: `step_id`, `t_ns`, `end_ns`, ENGINE_COUNTS
+    (null where not recorded), `step_us` and its parts, which add up to it: `model_us`,
+    `scheduler_us`, `other_us` and a column for each method of the connector, all of
+    which are `connector_us`; that is null where no method was timed, as its time is
+    then in the other parts. Beside these, as they were recorded: `schedule_us`,
+    `update_us`, `worker_t_ns`, `execute_model_us`. `alone_us` is the time in which no
+    later step ran, and `followed_us` the step's where that is known. `run` counts the
+    times that the clock went back.
+    """
+
+    def __init__(self, server: ServerFiles) -> None:
+        self._life = LifeSteps(server.path)
+        self._every = server.header.every
+        self.open = self.impossible = 0
+        self.at_start_us: dict[str, float] = {}
+        self.between_us: dict[str, float] = {}
+
+    def __iter__(self) -> Iterator[pl.DataFrame]:
+        held: pl.DataFrame | None = None
+        run = 0
+        for number, recorded in enumerate(self._life):
+            steps = self._ended(recorded, is_start=number == 0)
+            if held is not None:
+                steps = pl.concat([held, steps], how="diagonal_relaxed")
+            back = (pl.col("t_ns") < pl.col("t_ns").shift(1)).fill_null(value=False)
+            steps = steps.with_columns((back.cum_sum() + run).alias("run"))
+            steps = self._with_time_alone(steps)
+            held = steps[-1:]
+            run = int(held["run"][0]) if held.height else run
+            yield steps[:-1]
+        if held is not None:
+            yield held
+
+    @property
+    def warnings(self) -> list[RunWarning]:
+        """Say what was left out, once all frames were read."""
+        left_out = {
+            Warn.OPEN_STEPS: self.open,
+            Warn.IMPOSSIBLE_STEPS: self.impossible,
+        }
+        counts = [warn(count=count) for warn, count in left_out.items() if count]
+        return [*self._life.warnings, *counts]
+
+    def _ended(self, recorded: pl.DataFrame, *, is_start: bool) -> pl.DataFrame:
+        ended = recorded.filter(pl.col("step_us").is_not_null())
+        possible = ended.filter(_possible(ended))
+        self.open += recorded.height - ended.height
+        self.impossible += ended.height - possible.height
+        inside = without_outside_calls(possible, is_start=is_start)
+        self.at_start_us |= inside.at_start_us
+        for method, us in inside.between_us.items():
+            self.between_us[method] = self.between_us.get(method, 0.0) + us
+        return _with_parts(inside.steps)
+
+    def _with_time_alone(self, steps: pl.DataFrame) -> pl.DataFrame:
+        until_next_us = (pl.col("t_ns").shift(-1) - pl.col("t_ns")) / 1e3
+        followed = until_next_us.is_not_null() & (until_next_us >= 0)
+        if self._every > 1:
+            # Of steps drawn at random, those whose next step was drawn show how much.
+            followed &= pl.col("step_id").shift(-1) == pl.col("step_id") + 1
+        step_us = pl.col("step_us").cast(pl.Float64)
+        alone_us = pl.min_horizontal(step_us, until_next_us)
+        return steps.with_columns(
+            pl.when(followed).then(alone_us).alias("alone_us"),
+            pl.when(followed).then(step_us).alias("followed_us"),
+        )
+
+
 @dataclass(frozen=True)
 class Instance:
     """One engine lifetime.
 
-    `steps` has a row per step that ended, in order: `step_id`, `t_ns`, `end_ns`,
-    ENGINE_COUNTS (null where not recorded), `step_us` and its parts, which add up to
-    it: `model_us`, `scheduler_us`, `other_us` and a column for each method of the
-    connector, all of which are `connector_us`; that is null where no method was timed,
-    as its time is then in the other parts. Beside these, as they were recorded:
-    `schedule_us`, `update_us`, `worker_t_ns`, `execute_model_us`. `requests` is a table
-    of kvtax.look.requests. `flames` show the code of processes that were sampled.
-    `at_start_us` and `between_us` are the connector's calls by method that were made
-    before the first step and between two steps, and are in no step.
+    `requests` is a table of kvtax.look.requests. `at_start_us` and `between_us` are the
+    connector's calls by method that were made before the first step and between two
+    steps, and are in no step. `begun_ns` is when the steps began that requests name.
     """
 
-    name: str
-    header: EngineHeader
-    steps: pl.DataFrame
+    server: ServerFiles
+    digest: StepDigest
     requests: pl.DataFrame = field(default_factory=lambda: NO_REQUESTS)
-    flames: list[Flame] = field(default_factory=list)
+    all_requests: int = 0
     warnings: list[RunWarning] = field(default_factory=list)
     at_start_us: dict[str, float] = field(default_factory=dict)
     between_us: dict[str, float] = field(default_factory=dict)
+    threads: list[SpinningThread] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.server.name
+
+    @property
+    def header(self) -> EngineHeader:
+        return self.server.header
 
     @property
     def vllm_version(self) -> str | None:
@@ -162,43 +240,19 @@ class Instance:
     @property
     def methods(self) -> list[str]:
         """The columns of the connector's methods; without any, its cost is unknown."""
-        return method_columns(self.steps)
-
-    @property
-    def with_worker(self) -> pl.DataFrame:
-        """The steps that have a worker's record; all of them where no step has one."""
-        worker_us = self.steps.get_column("execute_model_us", default=None)
-        if worker_us is None or not worker_us.count():
-            return self.steps
-        return self.steps.filter(worker_us.is_not_null())
-
-    @property
-    def covered_us(self) -> float:
-        """Time in which steps ran: where steps overlap, their time counts once."""
-        step_us = pl.col("step_us").cast(pl.Float64)
-        return as_float(self.steps.select(step_us.sum()).item()) * self.alone_share
+        return self.digest.methods
 
     @functools.cached_property
-    def alone_share(self) -> float:
-        """The share of a step's time in which no later step runs.
+    def steps(self) -> pl.DataFrame:
+        """The steps, read once more into one table."""
+        frames = list(Steps(self.server))
+        table = pl.concat(frames, how="diagonal_relaxed")
+        return table.filter(pl.col("run") == _longest_run(frames))
 
-        Of steps drawn at random, those whose next step was drawn show how much.
-        """
-        until_next_us = (pl.col("t_ns").shift(-1) - pl.col("t_ns")) / 1e3
-        if self.header.every > 1:
-            followed = pl.col("step_id").shift(-1) == pl.col("step_id") + 1
-            until_next_us = pl.when(followed).then(until_next_us)
-        step_us = pl.col("step_us").cast(pl.Float64)
-        ran_us, alone_us = (
-            self.steps.select(step_us, until_next_us.alias("until_next_us"))
-            .drop_nulls()
-            .select(
-                pl.col("step_us").sum(),
-                pl.min_horizontal("step_us", "until_next_us").sum().alias("alone_us"),
-            )
-            .row(0)
-        )
-        return alone_us / ran_us if ran_us else 1.0
+
+def _longest_run(frames: Sequence[pl.DataFrame]) -> int:
+    runs = pl.concat([frame.select("run") for frame in frames])["run"]
+    return int(runs.mode().min() or 0) if len(runs) else 0  # type: ignore[arg-type]
 
 
 def read_instances(folder: Path) -> tuple[list[Instance], list[RunWarning]]:
@@ -206,77 +260,84 @@ def read_instances(folder: Path) -> tuple[list[Instance], list[RunWarning]]:
 
     Raises RecordsError if there are no step records at all.
     """
-    found, warnings = discover(folder)
-    read = list(one_by_one(found))
-    warnings += [one for one in read if isinstance(one, RunWarning)]
-    return [one for one in read if isinstance(one, Instance)], warnings
+    servers, warnings = discover(folder)
+    read = list(each_instance(servers))
+    warnings += [of for of in read if isinstance(of, RunWarning)]
+    return [of for of in read if isinstance(of, Instance)], warnings
 
 
-def one_by_one(found: Sequence[ServerFiles]) -> Iterator[Instance | RunWarning]:
-    """Each instance, or why it is left out. While the caller has one, the next is read.
-
-    So two are in memory at a time.
-    """
-    with ThreadPoolExecutor(1) as reader:
-        ahead = None
-        for one, following in zip_longest(found, found[1:]):
-            read = _read(one) if ahead is None else ahead.result()
-            ahead = reader.submit(_read, following) if following else None
-            yield read
+def each_instance(servers: Sequence[ServerFiles]) -> Iterator[Instance | RunWarning]:
+    """Yield each instance, or why it is left out."""
+    for server in servers:
+        try:
+            yield read_instance(server)
+        except (RecordsError, OSError) as error:
+            # Also of a life that is removed meanwhile.
+            yield Warn.UNREADABLE(server.name, error=error, what="The instance")
 
 
-def _read(found: ServerFiles) -> Instance | RunWarning:
-    try:
-        return read_instance(found)
-    except (RecordsError, OSError) as error:
-        # Also of a life that is removed meanwhile.
-        return Warn.UNREADABLE(found.name, error=error, what="The instance")
+def _by_run(frame: pl.DataFrame) -> Iterator[tuple[int, pl.DataFrame]]:
+    """Yield the parts of a frame between which the clock went back."""
+    runs = frame["run"]
+    if frame.height and runs[0] == runs[-1]:
+        yield int(runs[0]), frame
+        return
+    for (own,), part in frame.partition_by("run", as_dict=True).items():
+        yield int(str(own)), part
 
 
-def read_instance(found: ServerFiles) -> Instance:
+@dataclass
+class _Run:
+    """Sums over steps whose clock never goes back."""
+
+    digest: StepDigest
+    marks: Marks
+
+
+def read_instance(server: ServerFiles) -> Instance:
     """Read an instance. Raises RecordsError naming the line of a bad engine file."""
-    folder = found.path.parent
-    recorded = recorded_steps(found.path)
-    ended, of_steps = _ended(recorded.table)
-    inside = without_outside_calls(ended)
-    steps = _with_parts(inside.steps)
-    requests, of_requests = read_requests(folder, steps, found.header)
-    sampled, of_stacks = flames(folder, steps)
-    warnings = [
-        *recorded.warnings,
-        *([] if method_columns(steps) else [Warn.CONNECTOR_UNKNOWN()]),
-        *of_steps,
-        *of_requests,
-        *of_stacks,
-    ]
+    folder = server.path.parent
+    recorded = read_requests(folder, server.header)
+    steps = Steps(server)
+    kept = run = _Run(StepDigest(), Marks(recorded.table))
+    number = left_out = 0
+    for frame in steps:
+        for own, part in _by_run(frame):
+            if own != number:
+                number, run = own, _Run(StepDigest(), Marks(recorded.table))
+            run.marks.add(run.digest.add(part))
+            if run is not kept and run.digest.steps > kept.digest.steps:
+                left_out += kept.digest.steps - run.digest.steps + part.height
+                kept = run
+            elif run is not kept:
+                left_out += part.height
+    requests, of_requests = split(recorded, kept.marks.rows())
     return Instance(
-        found.name,
-        found.header,
-        steps,
+        server,
+        kept.digest,
         requests,
-        sampled,
-        warnings,
-        inside.at_start_us,
-        inside.between_us,
+        recorded.all,
+        [
+            *steps.warnings,
+            *_of_steps(kept.digest, left_out),
+            *recorded.warnings,
+            *of_requests,
+        ],
+        steps.at_start_us,
+        steps.between_us,
+        spinning_threads(folder),
     )
 
 
-def _ended(steps: pl.DataFrame) -> tuple[pl.DataFrame, list[RunWarning]]:
-    """Select the steps that ended, by a clock that went on; warn of the others."""
-    ended = steps.filter(pl.col("step_us").is_not_null())
-    possible = ended.filter(_possible(ended))
-    kept = _longest_run(possible)
-    left_out = {
-        Warn.OPEN_STEPS: steps.height - ended.height,
-        Warn.IMPOSSIBLE_STEPS: ended.height - possible.height,
-        Warn.CLOCK: possible.height - kept.height,
-    }
-    warnings = [warn(count=count) for warn, count in left_out.items() if count]
-    if kept.height and kept["cache_size"].null_count() == kept.height:
+def _of_steps(digest: StepDigest, left_out: int) -> list[RunWarning]:
+    warnings = [Warn.CLOCK(count=left_out)] if left_out else []
+    if digest.steps and not digest.knows("cache_size"):
         warnings.append(Warn.NO_CACHE_SIZE())
-    if not kept.height:
+    if not digest.steps:
         warnings.append(Warn.NO_STEPS())
-    return kept, warnings
+    if digest.steps and not digest.methods:
+        warnings.insert(0, Warn.CONNECTOR_UNKNOWN())
+    return warnings
 
 
 def _possible(steps: pl.DataFrame) -> pl.Expr:
@@ -287,16 +348,6 @@ def _possible(steps: pl.DataFrame) -> pl.Expr:
         pl.col(times).fill_null(0).is_between(0, LONGEST_STEP_US),
         pl.col(*ENGINE_COUNTS, *calls).fill_null(0).is_between(0, MOST_COUNTED),
     )
-
-
-def _longest_run(steps: pl.DataFrame) -> pl.DataFrame:
-    """Select the most steps in a row whose clock never goes back."""
-    back = (steps["t_ns"] < steps["t_ns"].shift(1)).fill_null(value=False)
-    if not back.any():
-        return steps
-    numbered = steps.with_columns(back.cum_sum().alias("run"))
-    longest = numbered["run"].mode().min()
-    return numbered.filter(pl.col("run").eq_missing(longest)).drop("run")
 
 
 def _with_parts(steps: pl.DataFrame) -> pl.DataFrame:

@@ -24,10 +24,10 @@ from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import TrackEvent
 from perfetto.trace_builder.proto_builder import StreamingTraceProtoBuilder
 
 from kvtax.look.discover import Clock
-from kvtax.look.instances import Instance
+from kvtax.look.instances import Instance, Steps
 from kvtax.look.requests import pairs
 from kvtax.records import RecordsError
-from kvtax.records.files import replacing
+from kvtax.records.files import written_whole
 
 MOST_STEPS = 200_000
 SEQUENCE = 1
@@ -78,34 +78,38 @@ class TraceOfRecords:
 
     def add(self, instance: Instance) -> None:
         """Add an instance. Raises RecordsError if a browser could not show so many."""
-        if not instance.steps.height:
+        if not instance.digest.steps:
             return
         moved_ns = self._clock.since_zero_ns(instance.name, 0)
-        steps = self._window.of(instance.steps, "t_ns", "end_ns", moved_ns)
         requests = self._window.of(instance.requests, "arrival_ns", "end_ns", moved_ns)
-        self.steps += steps.height
-        if self.steps > MOST_STEPS:
-            raise RecordsError(
-                f"{self.steps:,} steps are too many for one trace: choose a window "
-                f"with --from-s and --to-s that has at most {MOST_STEPS:,}"
-            )
         named = {*requests["first_step"].drop_nulls()}
         named |= {*requests["preempted_steps"].explode().drop_nulls()}
-        begun = instance.steps.filter(pl.col("step_id").is_in(sorted(named)))
+        steps, begun_ns = [], {}
+        for frame in Steps(instance.server):
+            own = frame.filter(pl.col("step_id").is_in(sorted(named)))
+            begun_ns |= dict(own.select("step_id", "t_ns").iter_rows())
+            shown = self._window.of(frame, "t_ns", "end_ns", moved_ns)
+            steps.append(shown)
+            self.steps += shown.height
+            if self.steps > MOST_STEPS:
+                raise RecordsError(
+                    f"{self.steps:,} steps or more are too many for one trace: choose "
+                    f"a window with --from-s and --to-s that has at most {MOST_STEPS:,}"
+                )
         self._shown.append(
             Shown(
                 instance.name,
                 instance.vllm_version,
                 instance.methods,
-                steps,
+                pl.concat(steps, how="diagonal_relaxed"),
                 requests,
-                dict(begun.select("step_id", "t_ns").iter_rows()),
+                begun_ns,
             )
         )
 
     def write(self, path: Path) -> None:
         """Write the file, whole or not at all."""
-        with replacing(path) as partial, partial.open("wb") as file:
+        with written_whole(path) as file:
             trace = _Trace(file)
             for shown in self._shown:
                 _Process(trace, shown, self._clock.shift_ns[shown.name]).write()
@@ -141,12 +145,12 @@ class _Trace:
         begin_ns: int,
         end_ns: int,
         flows: Sequence[int] = (),
-        **told: Any,
+        **notes: Any,
     ) -> None:
         event = self._event(track, begin_ns, TrackEvent.TYPE_SLICE_BEGIN)
         event.track_event.name = name
         event.track_event.flow_ids.extend(flows)
-        for key, value in told.items():
+        for key, value in notes.items():
             note = event.track_event.debug_annotations.add()
             note.name = key
             if isinstance(value, str):
@@ -194,11 +198,13 @@ class _Process:
                 self._slice(track, name, begin_ns, end_ns, flows, **_facts(request))
 
     def _write_steps(self, requests: pl.DataFrame) -> None:
-        lanes = [self._trace.track(name, self._process) for name in _lanes(self._steps)]
+        lane_of = _lanes(self._steps)
+        names = _lane_names(max(lane_of, default=0) + 1)
+        lanes = [self._trace.track(name, self._process) for name in names]
         scheduler = self._trace.track("scheduler", self._process)
         worker = self._trace.track("worker", self._process)
         starting = set(requests["first_step"].drop_nulls())
-        for row in self._steps.iter_rows(named=True):
+        for number, row in enumerate(self._steps.iter_rows(named=True)):
             step, begin_ns = row["step_id"], row["t_ns"]
             flows = [_flow(self._instance.name, step)] if step in starting else []
             counts = {
@@ -206,7 +212,7 @@ class _Process:
                 for name in ("scheduled", "prefill_tokens", "decode_tokens")
                 if row[name] is not None
             }
-            lane = lanes[step % len(lanes)]
+            lane = lanes[lane_of[number]]
             self._slice(lane, f"step {step}", begin_ns, row["end_ns"], flows, **counts)
             for name, first_ns, us in (
                 ("schedule()", begin_ns, row["schedule_us"]),
@@ -247,16 +253,27 @@ class _Process:
         begin_ns: int,
         end_ns: int,
         flows: Sequence[int] = (),
-        **told: Any,
+        **notes: Any,
     ) -> None:
         begin_ns, end_ns = begin_ns + self._shift_ns, end_ns + self._shift_ns
-        self._trace.slice(track, name, begin_ns, end_ns, flows, **told)
+        self._trace.slice(track, name, begin_ns, end_ns, flows, **notes)
 
 
-def _lanes(steps: pl.DataFrame) -> list[str]:
-    """Tracks for steps: under asynchronous scheduling two are there at once."""
-    overlap = (steps["t_ns"].shift(-1) < steps["end_ns"]).any()
-    return ["steps, even", "steps, odd"] if overlap else ["steps"]
+def _lanes(steps: pl.DataFrame) -> list[int]:
+    """Give each step the first track on which no other step still runs."""
+    free_ns: list[int] = []
+    lanes = []
+    for begin_ns, end_ns in steps.select("t_ns", "end_ns").iter_rows():
+        free = (n for n, until_ns in enumerate(free_ns) if until_ns <= begin_ns)
+        lane = next(free, len(free_ns))
+        free_ns[lane : lane + 1] = [end_ns]
+        lanes.append(lane)
+    return lanes
+
+
+def _lane_names(count: int) -> list[str]:
+    """Name the tracks of steps: as many as there are steps at once."""
+    return ["steps", *(f"steps, {number} at once" for number in range(2, count + 1))]
 
 
 def _stages(
@@ -285,9 +302,9 @@ def _stages(
 
 def _facts(request: dict[str, Any]) -> dict[str, Any]:
     names = ("prompt_tokens", "cached_tokens", "external_tokens", "output_tokens")
-    told = {name: request[name] for name in names if request[name] is not None}
+    facts = {name: request[name] for name in names if request[name] is not None}
     us = request.get("e2e.connector_us")
-    return told if us is None else told | {"connector_us": us}
+    return facts if us is None else facts | {"connector_us": us}
 
 
 def _flow(kind: str, name: str | int) -> int:

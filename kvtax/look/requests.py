@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The requests of an instance: those that ended, each with what its time went to.
 
-What the time of requests went to, for all requests of an instance at once.
-
 From its arrival to its last token a request either waits to be scheduled, waits for KV
 from another instance, or takes part in the engine's steps. The time of a step is that
 of its parts, and what lies between the end of a step and the start of the next is
@@ -20,13 +18,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import polars as pl
 
 from kvtax.records import RecordsError
-from kvtax.records.parts import parts_of
+from kvtax.records.parts import PIECE_BYTES, opened, parts_of
 from kvtax.records.requests import EngineRequest, read_engine_requests
 from kvtax.records.steps import EngineHeader, another_life
 from kvtax.records.warning import RunWarning, Warn, left_out
@@ -58,37 +58,55 @@ FACTS: dict[str, pl.DataType | type[pl.DataType]] = {
 NO_REQUESTS = pl.DataFrame(schema=FACTS)
 
 
-def read_requests(
-    folder: Path, steps: pl.DataFrame, header: EngineHeader
-) -> tuple[pl.DataFrame, list[RunWarning]]:
-    """Make a row per request that ended within `steps`, in order of arrival.
+# Requests of which the time is split: of more, every n-th, as felt shares are then
+# known to a part in a thousand.
+MOST_REQUESTS = 200_000
 
-    Its columns are FACTS and those of kvtax.look.requests. Requests that cannot be
-    placed are counted in a warning.
-    """
+
+class Recorded(NamedTuple):
+    """Requests that ended, or every n-th of them, with FACTS as far as recorded."""
+
+    table: pl.DataFrame
+    all: int
+    warnings: list[RunWarning]
+
+
+def read_requests(folder: Path, header: EngineHeader) -> Recorded:
+    """Read the requests that ended in a life; one that is impossible is counted."""
     path = folder / FILE
-    if not any(part.exists() for part in parts_of(path)):
-        return NO_REQUESTS, []
+    nothing = _table([]).drop_nulls("finished_ns")
+    parts = [part for part in parts_of(path) if part.exists()]
+    if not parts:
+        return Recorded(nothing, 0, [])
     if (every := header.every) > 1:
-        return NO_REQUESTS, [Warn.SAMPLED(FILE, every=every)]
+        return Recorded(nothing, 0, [Warn.SAMPLED(FILE, every=every)])
     try:
-        lines = read_engine_requests(path, strict=False)
+        step = 1 + sum(map(_line_count, parts)) // MOST_REQUESTS
+        lines = read_engine_requests(path, strict=False, step=step)
     except RecordsError as error:
-        return NO_REQUESTS, [Warn.REQUESTS_UNREADABLE(FILE, error=error)]
+        return Recorded(nothing, 0, [Warn.REQUESTS_UNREADABLE(FILE, error=error)])
     if why := another_life(header, lines.header):
-        return NO_REQUESTS, [Warn.ANOTHER_LIFE(path.name, path=path, why=why)]
+        return Recorded(nothing, 0, [Warn.ANOTHER_LIFE(path.name, path=path, why=why)])
     recorded = _table(lines.records)
     ended = recorded.filter(pl.col("finished_ns").is_not_null())
     possible = ended.filter(_possible())
-    table = split(possible, steps).drop("finished_ns").sort("arrival_ns")
     warnings = left_out(FILE, lines.torn_lines, lines.bad)
     missing = {
         Warn.UNENDED_REQUESTS: recorded.height - ended.height,
         Warn.IMPOSSIBLE_REQUESTS: ended.height - possible.height,
-        Warn.UNPLACED_REQUESTS: possible.height - table.height,
     }
     warnings += [warn(FILE, count=count) for warn, count in missing.items() if count]
-    return table, warnings
+    return Recorded(possible, step * possible.height, warnings)
+
+
+def _line_count(path: Path) -> int:
+    """Count the lines of a part of the file. Raises RecordsError."""
+    try:
+        with opened(path) as file:
+            pieces = iter(lambda: file.read(PIECE_BYTES), b"")
+            return sum(piece.count(b"\n") for piece in pieces)
+    except OSError as error:
+        raise RecordsError(f"{path}: {error.strerror}") from None
 
 
 def _possible() -> pl.Expr:
@@ -116,7 +134,7 @@ def _table(requests: list[EngineRequest]) -> pl.DataFrame:
     if not requests:
         return pl.DataFrame(schema=types)
     columns = zip(*map(msgspec.structs.astuple, requests), strict=True)
-    # InstanceSummary the types at once, lists are made five times as slowly.
+    # With the types at once, lists are made five times as slowly.
     return pl.DataFrame(dict(zip(fields, columns, strict=True))).cast(pl.Schema(types))
 
 
@@ -131,40 +149,119 @@ MOST_UNKNOWN = 0.01
 ABSENT = -1
 
 
-def split(requests: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
-    """Select `requests` whose steps are all there, and split their time.
+class Marks:
+    """The steps that requests name, with the steps between two of them as one.
 
-    `requests` have the fields of an EngineRequest as columns, and have ended. Added are
-    `end_ns`, `ttft_us`, `tpot_us` and `e2e_us`, and in us `ttft.PART` and `e2e.PART`
-    for each part of WAITS, of TIMED_PARTS, `other_us` and each method of the connector.
-    Those until the first token are null without one, and all but the waits where over
-    MOST_UNKNOWN of a request's steps have no worker's record.
+    A request's time in steps is the difference of two sums, so these are enough.
     """
-    rows = _Rows(steps)
-    found = np.array([rows.of(requests[name]) for name in NAMED_STEPS])
+
+    def __init__(self, requests: pl.DataFrame) -> None:
+        named = [requests[name].drop_nulls() for name in NAMED_STEPS]
+        named.append(requests["preempted_steps"].explode().drop_nulls().cast(pl.Int64))
+        self._ids: Ints = pl.concat(named).unique().sort().to_numpy()
+        # Of one that ended between two steps, its end.
+        unnamed = requests.filter(pl.col("last_step").is_null())
+        self._moments: Ints = unnamed["finished_ns"].sort().to_numpy()
+        self._frames: list[pl.DataFrame] = []
+
+    def add(self, steps: pl.DataFrame) -> None:
+        """Add steps in order, with `is_long`."""
+        if not len(self._ids) + len(self._moments):
+            return
+        ids, begun = steps["step_id"].to_numpy(), steps["t_ns"].to_numpy()
+        is_named = _is_in(ids, self._ids)
+        last = np.searchsorted(begun, self._moments, "right") - 1
+        is_named[last[last >= 0]] = True
+        edge = np.append(False, is_named[:-1])
+        group = np.cumsum(is_named | edge)
+        parts = [*TIMED_PARTS, *method_columns(steps)]
+        self._frames.append(
+            steps.with_columns(pl.Series("group", group))
+            .group_by("group", maintain_order=True)
+            .agg(
+                pl.col("step_id", "t_ns").first(),
+                pl.col("end_ns").last(),
+                pl.len().alias("steps"),
+                pl.col("execute_model_us").is_null().sum().alias("without_worker"),
+                pl.col("is_long").sum().alias("long"),
+                *(pl.col(name).cast(pl.Float64).sum() for name in parts),
+                pl.col("connector_us").count().alias("known"),
+            )
+            .drop("group")
+        )
+
+    def rows(self) -> pl.DataFrame:
+        """A row per step that is named, and per stretch between."""
+        if not self._frames:
+            return NO_ROWS
+        return pl.concat(self._frames, how="diagonal")
+
+
+def _is_in(ids: Ints, named: Ints) -> npt.NDArray[np.bool_]:
+    if not len(named):
+        return np.zeros(len(ids), bool)
+    at = np.minimum(np.searchsorted(named, ids), len(named) - 1)
+    return np.asarray(named[at] == ids)
+
+
+NO_ROWS = pl.DataFrame(
+    schema={
+        **dict.fromkeys(("step_id", "t_ns", "end_ns"), pl.Int64()),
+        **dict.fromkeys(("steps", "without_worker", "long", "known"), pl.UInt32()),
+        **dict.fromkeys(TIMED_PARTS, pl.Float64()),
+    }
+)
+
+
+def split(
+    recorded: Recorded, rows: pl.DataFrame
+) -> tuple[pl.DataFrame, list[RunWarning]]:
+    """Select the requests whose steps are all there, and split their time.
+
+    Added to their FACTS are `end_ns`, `ttft_us`, `tpot_us` and `e2e_us`, `is_long` of
+    those that were in a long step, and in us `ttft.PART` and `e2e.PART` for each part
+    of WAITS, of TIMED_PARTS, `other_us` and each method of the connector. Those until
+    the first token are null without one, and all but the waits where over MOST_UNKNOWN
+    of a request's steps have no worker's record. They are in order of arrival.
+    """
+    requests = recorded.table
+    steps = _Rows(rows)
+    rows_of = np.array([steps.of(requests[name]) for name in NAMED_STEPS])
     named = np.array([requests[name].is_not_null() for name in NAMED_STEPS])
-    placed = ((found != ABSENT) == named).all(axis=0)
-    requests, (first, token, last) = requests.filter(placed), found[:, placed]
+    placed = ((rows_of != ABSENT) == named).all(axis=0)
+    warnings = []
+    if count := requests.height - int(placed.sum()):
+        warnings.append(Warn.UNPLACED_REQUESTS(FILE, count=count))
+    requests, (first, token, last) = requests.filter(placed), rows_of[:, placed]
+    if not requests.height:
+        return NO_REQUESTS, warnings
     finished_ns = requests["finished_ns"].to_numpy()
-    end_ns = np.where(last == ABSENT, finished_ns, rows.end_ns[last])
+    end_ns = np.where(last == ABSENT, finished_ns, steps.end_ns[last])
     # One that ended between two steps was in those that had begun.
-    begun = np.searchsorted(rows.begin_ns, end_ns, "right") - 1
+    begun = np.searchsorted(steps.begin_ns, end_ns, "right") - 1
     last = np.where(last == ABSENT, begun, last)
-    waits = _Waits(rows, requests, first)
+    waits = _Waits(steps, requests, first)
     spans = {
-        "ttft": waits.until(token, rows.end_ns[token]),
+        "ttft": waits.until(token, steps.end_ns[token]),
         "e2e": waits.until(last, end_ns),
     }
-    parts = pl.DataFrame(dict(_parts(spans, steps))).fill_nan(None)
-    told = parts.insert_column(0, pl.Series("end_ns", end_ns))
+    columns = dict(_parts(spans, rows))
+    added = (
+        pl.DataFrame(columns)
+        .fill_nan(None)
+        .insert_column(0, pl.Series("end_ns", end_ns))
+    )
     has_token = pl.col("first_token_step").is_not_null()
     decode_us = pl.col("e2e_us") - pl.col("ttft_us")
-    return requests.hstack(told).with_columns(
-        pl.when(has_token).then(pl.col("^ttft[._].*$")),
+    table = requests.hstack(added).with_columns(
+        pl.when(has_token).then(
+            pl.col([name for name in columns if name.startswith("ttft")])
+        ),
         pl.when(has_token)
         .then(tpot(decode_us, pl.col("output_tokens")))
         .alias("tpot_us"),
     )
+    return table.drop("finished_ns").sort("arrival_ns"), warnings
 
 
 class _Rows:
@@ -267,13 +364,13 @@ class _Waits:
 def _pairs_of(lists: pl.Series) -> pl.DataFrame:
     """`of`, the row of each pair, its `begin`, and its `end`, which may be null."""
     rows = (lists.list.len() > 0).arg_true()
-    told = [
+    of_rows = [
         (row, *pair)
         for row, moments in zip(rows, lists.gather(rows).to_list(), strict=True)
         for pair in pairs(moments)
     ]
     columns = dict.fromkeys(("of", "begin", "end"), pl.Int64)
-    return pl.DataFrame(told, columns, orient="row")
+    return pl.DataFrame(of_rows, columns, orient="row")
 
 
 def pairs(moments: list[int], last: int | None = None) -> list[tuple[int, int | None]]:
@@ -284,7 +381,7 @@ def pairs(moments: list[int], last: int | None = None) -> list[tuple[int, int | 
 
 def _parts(
     spans: dict[str, _Span], steps: pl.DataFrame
-) -> Iterator[tuple[str, Floats]]:
+) -> Iterator[tuple[str, npt.NDArray[Any]]]:
     """Yield the parts of each span, by column."""
     left_us = {}
     for name, span in spans.items():
@@ -293,21 +390,24 @@ def _parts(
         yield f"{name}.kv_wait_us", span.kv_wait_us
         waited_us = span.queued_us + span.kv_wait_us
         left_us[name] = np.maximum(span.whole_us - waited_us, 0)
-    before_us = np.zeros(steps.height + 1)
-    alone = steps["execute_model_us"].is_null().to_numpy()
-    np.cumsum(alone & (not alone.all()), out=before_us[1:])
-    all_before: Floats = np.arange(steps.height + 1).astype(float)
+
+    def inside(column: str) -> dict[str, Floats]:
+        before: Floats = np.append(0.0, steps[column].fill_null(0).cum_sum())
+        return {name: span.inside(before) for name, span in spans.items()}
+
+    whole, without, in_long = map(inside, ("steps", "without_worker", "long"))
+    # Where no step has a worker's record, the scheduler's side is all there is.
+    has_worker = steps["without_worker"].sum() < steps["steps"].sum()
     unknown = {
-        name: span.inside(before_us) > MOST_UNKNOWN * span.inside(all_before)
-        for name, span in spans.items()
+        name: has_worker & (without[name] > MOST_UNKNOWN * whole[name])
+        for name in spans
     }
+    yield "is_long", in_long["e2e"] > 0
     kept: dict[str, Floats] = {}
     for part in (*TIMED_PARTS, *method_columns(steps)):
-        if steps.height and not steps[part].count():
+        if part == "connector_us" and steps.height and not steps["known"].sum():
             continue
-        np.cumsum(steps[part].to_numpy(), out=before_us[1:])
-        for name, span in spans.items():
-            us = span.inside(before_us)
+        for name, us in inside(part).items():
             us[unknown[name]] = np.nan
             if part in TIMED_PARTS:
                 in_steps_us, us = us, np.minimum(us, left_us[name])

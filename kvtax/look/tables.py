@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Instances below a folder, and the tables of each: of the terminal and of the page."""
+"""The tables of a server: of the terminal and of the page."""
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import polars as pl
 
-from kvtax.look.answer import answer
 from kvtax.look.clients import SHARES as CLIENT_SHARES
 from kvtax.look.clients import on_the_way_us
-from kvtax.look.discover import Clock, ServerFiles
 from kvtax.look.instance_summary import (
     COVARIATES,
     Cost,
@@ -19,13 +15,10 @@ from kvtax.look.instance_summary import (
     parts_of_requests,
     waited_most,
 )
-from kvtax.look.instances import Instance
-from kvtax.report.document import Cell, Section, Table, Words
+from kvtax.report.document import Cell, Section, Table
 from kvtax.stats import Estimate
-from kvtax.stats.distribution import as_float, share_of
 from kvtax.steps.parts import STEP_PARTS
 
-T = TypeVar("T")
 REQUESTS_SHOWN = 5
 OUTSIDE_SHOWN = 3
 SPANS = ("ttft", "e2e")
@@ -150,21 +143,33 @@ def _requests(summary: InstanceSummary) -> list[Section]:
         [name, *(f"{of[span]:.2%}" if span in of else "" for span in SPANS)]
         for name, of in parts_of_requests(requests).items()
     ]
-    names = {"ttft": "until its first token", "e2e": "in all"}
-    shares = [
-        f"  {names[span]}: {share['p50']:.2%} at the median, {share['p99']:.2%} at p99"
-        for span, share in summary.felt.items()
+    names = {"ttft": "to the first token", "tpot": "per output token"}
+    rows: list[list[Cell]] = [
+        [
+            names[span],
+            f"{100 * felt.share.value:.2f}",
+            *(f"{100 * end:.2f}" for end in (felt.share.low, felt.share.high)),
+            f"{100 * felt.p50:.2f}",
+            f"{100 * felt.p99:.2f}",
+            felt.requests,
+        ]
+        for span, felt in summary.felt.items()
     ]
+    felt = Table(
+        title="The connector's share of what users wait for",
+        note="a request counts by the time that it waited; 95 % intervals",
+        columns=["time", "%", "low", "high", "median", "p99", "requests"],
+        rows=rows,
+    )
     split = Table(
         title="Where requests' time went",
         note="a request that is queued waits; in the other parts it is in a step",
         columns=["where requests' time went", "to the first token", "in all"],
         rows=parts,
     )
-    felt = Words(title="The connector's share of a request's time", paragraphs=shares)
     return [
         *([split] if parts else []),
-        *([felt] if shares else []),
+        *([felt] if rows else []),
         _waited_most(requests),
     ]
 
@@ -244,113 +249,3 @@ def _clients_slowest(requests: pl.DataFrame) -> Table:
         columns=["slowest", *waits, "in steps"],
         rows=rows,
     )
-
-
-COLUMNS = [
-    *("instance", "% of time", "connector µs", "most of it", "step µs", "model µs"),
-    *("scheduler µs", "TTFT p90 ms", "TPOT p90 ms", "requests", "steps", "batch"),
-    *("began, s", "lasted, s"),
-]
-SHOWN_IN_TERMINAL = [
-    *("instance", "% of time", "connector µs", "step µs", "requests", "steps"),
-    *("began, s", "lasted, s"),
-]
-
-
-class Together:
-    """Rows of instances side by side, and sums over all of them."""
-
-    def __init__(self, found: list[ServerFiles], clock: Clock) -> None:
-        self._engines = len({one.engine for one in found})
-        self._clock = clock
-        self._lives = self._steps = self._requests = 0
-        self._covered_us = self._connector_us = self._known_us = 0.0
-        self._rows: list[tuple[float, list[Cell]]] = []
-        self._answers: list[tuple[float, list[str]]] = []
-
-    def add(self, summary: InstanceSummary) -> None:
-        """Add an instance."""
-        self._lives += 1
-        self._requests += summary.instance.requests.height
-        cost = summary.cost
-        share = cost.connector.share if cost and cost.connector else -1.0
-        self._answers.append((share, [f"{summary.title}.", *answer(summary)]))
-        if cost is None:
-            return
-        self._steps += cost.steps
-        covered_us = cost.period_us * cost.steps
-        self._covered_us += covered_us
-        if cost.connector:
-            self._known_us += covered_us
-            self._connector_us += cost.connector.mean_us * cost.steps
-        self._rows.append((share, self._row(summary.instance, cost)))
-
-    @property
-    def words(self) -> str:
-        """Sum up all instances in a sentence; empty for a single one."""
-        if self._lives < 2:
-            return ""
-        share = "an unknown part"
-        if self._known_us:
-            share = f"{share_of(self._connector_us, self._known_us):.1%}"
-        return (
-            f"In all: {self._engines:,} engine{'s'[: self._engines != 1]} with "
-            f"{self._lives:,} lives, {self._steps:,} steps in "
-            f"{self._covered_us / 1e6:,.0f} s of steps, {self._requests:,} requests. "
-            f"The connector takes {share} of the time in which steps ran"
-        )
-
-    @property
-    def answers(self) -> list[list[str]]:
-        """Answer for each instance, the one with the largest share first."""
-        return _largest_first(self._answers)
-
-    @property
-    def table(self) -> Table:
-        """Compare the instances that have steps, the largest share first."""
-        return Table(
-            title="Side by side",
-            note="Means over all steps. Two servers can be compared where they had the "
-            "same traffic: see the batch.",
-            columns=COLUMNS,
-            rows=_largest_first(self._rows),
-        )
-
-    @property
-    def short_table(self) -> Table:
-        """Compare them in fewer columns."""
-        at = [COLUMNS.index(name) for name in SHOWN_IN_TERMINAL]
-        rows = [[row[i] for i in at] for row in self.table.rows]
-        return Table(title="", columns=SHOWN_IN_TERMINAL, rows=rows)
-
-    def _row(self, instance: Instance, cost: Cost) -> list[Cell]:
-        of = {part.column: part for part in cost.parts}
-        batch = instance.steps["scheduled"].mean()
-        connector: tuple[Cell, Cell, Cell] = (None, None, "unknown")
-        if cost.connector:
-            us, share = cost.connector.mean_us, 100 * cost.connector.share
-            connector = (round(share, 2), round(us, 1), cost.methods[0].name)
-        began_ns = self._clock.since_zero_ns(instance.name, instance.steps["t_ns"][0])
-        return [
-            instance.name,
-            *connector,
-            round(cost.step.mean_us, 1),
-            round(of["model_us"].mean_us, 1),
-            round(of["scheduler_us"].mean_us, 1),
-            *(_p90_ms(instance.requests, name) for name in ("ttft_us", "tpot_us")),
-            instance.requests.height,
-            cost.steps,
-            None if batch is None else round(as_float(batch), 2),
-            round(began_ns / 1e9, 1),
-            round(cost.seconds, 1),
-        ]
-
-
-def _largest_first(by_share: list[tuple[float, list[T]]]) -> list[list[T]]:
-    """Sort by share; equal ones stay in order."""
-    return [of for _, of in sorted(by_share, key=lambda one: -one[0])]
-
-
-def _p90_ms(requests: pl.DataFrame, column: str) -> float | None:
-    us = requests[column].quantile(0.9)
-    return None if us is None else round(us / 1e3, 2)

@@ -3,7 +3,7 @@
 
 A file is a JSON document, or JSON lines that begin with a header (files.py). Its first
 field, `schema`, says which: it is the tag of the struct that is the document or the
-header. formats.py lists the files; `kvtax fields` prints their fields.
+header. formats.py lists the files; `kvtax look --fields` prints their fields.
 """
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, BinaryIO, Generic, Self, TypeVar
 
 import msgspec
 
@@ -104,8 +104,30 @@ def write_document(path: Path, document: msgspec.Struct | dict[str, Any]) -> Non
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write `path`, so that a killed writer leaves the old file, or none."""
-    with replacing(path) as file:
-        file.write_bytes(content)
+    with written_whole(path) as file:
+        file.write(content)
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[BinaryIO]:
+    """Yield a file that takes the place of `path` once it is complete.
+
+    It follows no link of another user: a folder of somebody else's could have one that
+    leads to a file of ours. Raises OSError, which names `path`.
+    """
+    with replacing(path) as partial:
+        if partial == path:  # a pipe or a device
+            with partial.open("wb") as file:
+                yield file
+            return
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        with os.fdopen(os.open(partial, flags, 0o666), "wb") as file:
+            yield file
+
+
+def _is_foreign_link(path: Path) -> bool:
+    """Decide whether `path` is a link that neither the caller nor root made."""
+    return path.is_symlink() and path.lstat().st_uid not in (0, os.geteuid())
 
 
 @contextmanager
@@ -116,11 +138,12 @@ def replacing(path: Path) -> Iterator[Path]:
     names `path`; then the old file is still there, and nothing else.
     """
     try:
-        if path.exists() and not path.is_file():
+        if not _is_foreign_link(path) and path.exists() and not path.is_file():
             yield path
             return
-        if path.is_symlink() and path.lstat().st_uid != os.geteuid():
-            raise OSError(errno.ELOOP, "a link that another user made")
+        if _is_foreign_link(path):
+            why = "is a link that another user made"
+            raise OSError(errno.ELOOP, why, str(path))
         path = path.resolve()
         # A name that nobody can have put there before.
         partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
@@ -157,8 +180,9 @@ def read_lines(
     record_kind: Any,
     limit: int | None = None,
     strict: bool = True,
+    step: int = 1,
 ) -> Lines[Header]:
-    """Read the header of `path` and its records, at most the first `limit`.
+    """Read the header of `path` and every `step`-th record, at most `limit`.
 
     `record_kind` is a struct, or a union of tagged ones. Raises RecordsError if the
     file is missing, without a header or of another schema, and names file and line if a
@@ -190,7 +214,7 @@ def read_lines(
                     if number == 1:
                         # Editors of Windows begin a file with a byte order mark.
                         header = decode(path, line.removeprefix(BOM_UTF8), header_kind)
-                    else:
+                    elif number % step == 0:
                         records.append(decode_record(line))
                 except (
                     msgspec.DecodeError,

@@ -17,7 +17,6 @@ from kvtax.records import (
     per_config,
     requests,
     run,
-    stacks,
     steps,
 )
 from kvtax.records.steps import Unit
@@ -61,11 +60,6 @@ FORMATS = (
         "device_step.jsonl",
         "When each forward of a null device ran beside the host.",
         (steps.DeviceHeader, steps.DeviceStep),
-    ),
-    Format(
-        "stacks.*.json",
-        "Sampled stacks of a process, with --profile-cpu.",
-        (stacks.SampledStacks,),
     ),
     Format(
         "requests.jsonl",

@@ -26,6 +26,8 @@ ENDINGS = ("", ".gz")
 LONGEST_LINE = 16 << 20
 PIECE_BYTES = 1 << 20
 REPORTED_BYTES = 1 << 29
+# Records are unpacked to some 10 to 50 times their size; what is far beyond is none.
+MOST_TIMES, FEW_BYTES = 200, 64 << 20
 
 
 def older_part(path: Path) -> Path:
@@ -68,6 +70,7 @@ class _Unpacked(io.RawIOBase):
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self._path, self._file = path, file
         self._content = gzip.GzipFile(fileobj=file)
+        self._unpacked = 0
 
     def readable(self) -> bool:
         return True
@@ -79,6 +82,12 @@ class _Unpacked(io.RawIOBase):
             return 0
         except (gzip.BadGzipFile, zlib.error) as error:
             raise RecordsError(f"{self._path}: {error}; copy the file again") from None
+        self._unpacked += len(content)
+        if self._unpacked > max(FEW_BYTES, MOST_TIMES * self._file.tell()):
+            raise RecordsError(
+                f"{self._path}: is unpacked to over {MOST_TIMES} times its size, as no "
+                "records are; leave the file out"
+            )
         buffer[: len(content)] = content
         return len(content)
 

@@ -253,8 +253,10 @@ class EngineRequest(msgspec.Struct, omit_defaults=True):
     """When it began to wait for KV from elsewhere, and when that had come, in turn."""
 
 
-def read_engine_requests(path: Path, strict: bool = True) -> Lines[EngineRequestHeader]:
-    """All requests of a file and its older part, in the order in which they ended.
+def read_engine_requests(
+    path: Path, strict: bool = True, step: int = 1
+) -> Lines[EngineRequestHeader]:
+    """Read every `step`-th request of a file and its older part, as they ended.
 
     Raises RecordsError. If not `strict`, bad lines and what is no part of this file are
     left out, as long as a part is left.
@@ -263,7 +265,9 @@ def read_engine_requests(path: Path, strict: bool = True) -> Lines[EngineRequest
     bad: list[RecordsError] = []
     for part in reversed(parts_of(path)):
         try:
-            lines = read_lines(part, EngineRequestHeader, EngineRequest, strict=strict)
+            lines = read_lines(
+                part, EngineRequestHeader, EngineRequest, strict=strict, step=step
+            )
             if read and (why := another_life(read[0].header, lines.header)):
                 raise RecordsError(f"{part}: {why}")
             read.append(lines)

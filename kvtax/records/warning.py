@@ -43,7 +43,7 @@ class RunWarning(msgspec.Struct, frozen=True):
         return RunWarning(self.kind, inner, self.message, self.remedy)
 
 
-RECORD = "Record with kvtax-probe: docs/operate.md"
+RECORD = "Record with kvtax run --records DIR -- vllm serve ..."
 QUIETER = "stop what else runs on the machine, or use one whose cores are not shared"
 LOOK_AT_CLOCK = "They are left out; look at the host's clock"
 
@@ -95,11 +95,6 @@ class Warn(Enum):
     NO_STEPS = (
         "no engine step has ended",
         "Send the server a request; it records a step for each",
-    )
-    STACKS_UNREADABLE = "{error}", "Sample again: python -m microbench.py_spy"
-    FEW_SAMPLES = (
-        "{count} samples lie in decode-only steps",
-        "Sample a server that decodes, for longer: --seconds",
     )
     # Servers side by side.
     COPY = "a copy of {of}: both are the life {life}", "It is left out; remove it"

@@ -126,35 +126,38 @@ class TimeLine(msgspec.Struct, tag_field="kind", tag="timeline", kw_only=True):
     slowest_step: list[int | None]
     slowest_parts: dict[str, Numbers]
     gauges: list[Gauge]
-    restarts_s: list[float] = []
-    """When the server was started anew; intervals before have no steps."""
     requests: Requests | None = None
     open: bool = True
     """Whether it is shown at once, or behind its title."""
 
 
-class FlameThread(msgspec.Struct, kw_only=True):
-    """The stacks of a thread, each once, with the us per step that it was seen in."""
+class Bar(msgspec.Struct, kw_only=True):
+    """What a whole consists of, and what is said of it."""
 
     name: str
-    stacks: list[list[int]]
-    """Places in the flame's `frames`, the outermost first."""
-    us: list[float]
+    note: str = ""
+    values: Numbers
+    """By part, in order of the parts; they add up to the whole."""
+    paragraphs: list[str] = []
 
 
-class Flame(msgspec.Struct, tag_field="kind", tag="flame", kw_only=True):
-    """Time of steps by place in the code; the first thread is shown first."""
+class Bars(msgspec.Struct, tag_field="kind", tag="bars", kw_only=True):
+    """A horizontal bar for each whole, with its parts side by side."""
 
     title: str
-    note: str = ""
-    frames: list[str]
-    threads: list[FlameThread]
-    """At least one."""
-    open: bool = True
-    """Whether it is shown at once, or behind its title."""
+    unit: str
+    parts: list[str]
+    bars: list[Bar]
 
 
-Section = Words | Picture | Table | Figure | Verdicts | TimeLine | Flame
+class Group(msgspec.Struct, tag_field="kind", tag="group", kw_only=True):
+    """Sections behind one title, which is opened by a click."""
+
+    title: str
+    sections: list[Words | Picture | Table | Figure | Verdicts | TimeLine | Bars]
+
+
+Section = Words | Picture | Table | Figure | Verdicts | TimeLine | Bars | Group
 
 
 class Page(msgspec.Struct, kw_only=True):

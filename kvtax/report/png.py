@@ -24,8 +24,8 @@ def draw(path: Path, *figures: Figure) -> None:
     picture, panels = plt.subplots(
         1, len(figures), figsize=(9.5, 5.2), layout="constrained", squeeze=False
     )
-    for one, axes in zip(figures, panels[0], strict=True):
-        _draw_panel(axes, one)
+    for figure, axes in zip(figures, panels[0], strict=True):
+        _draw_panel(axes, figure)
     picture.savefig(path, dpi=120)
     plt.close(picture)
 

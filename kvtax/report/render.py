@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import math
 import re
 import shutil
-import sys
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
@@ -16,9 +15,10 @@ import msgspec
 from kvtax.records.warning import RunWarning
 from kvtax.report import PALETTE_FILE
 from kvtax.report.document import (
+    Bars,
     Cell,
     Figure,
-    Flame,
+    Group,
     Page,
     Picture,
     Section,
@@ -32,7 +32,7 @@ from kvtax.report.markdown import DASH, table
 HERE = Path(__file__).parent
 ASSETS = HERE / "assets"
 UPLOT = HERE / "uplot"
-SCRIPTS = ("parts.js", "chart.js", "timeline.js", "flame.js", "page.js")
+SCRIPTS = ("parts.js", "bars.js", "chart.js", "timeline.js", "page.js")
 # Nothing is fetched from anywhere, whatever a name in the data may hold.
 POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
@@ -40,6 +40,8 @@ POLICY = (
 )
 MARKS = re.compile(r"`([^`]+)`|\*\*(.+?)\*\*")
 LINK = re.compile(r"\[([^\]]+)\]\([^)\s]+\)")
+# Columns below which lines would be of single words.
+NARROWEST = 40
 # Places that a line of Markdown names for one kind of warning.
 SHOWN_PLACES = 8
 
@@ -71,14 +73,14 @@ def _text(path: Path) -> str:
 
 
 def markdown(page: Page) -> str:
-    """Render Markdown. Time lines and flames are left out: they need the HTML page."""
-    parts = [f"# {page.title}", page.question, *_joined(page.answer)]
+    """Render Markdown. Time lines are left out: they need the HTML page."""
+    parts = [f"# {escaped(page.title)}", page.question, *_joined(page.answer)]
     heading = None
     for section in page.sections:
         hidden = isinstance(section, Table) and not section.open
         if section.title != heading and not hidden:
             heading = section.title
-            parts.append(f"## {heading}")
+            parts.append(f"## {escaped(heading)}")
         parts += _section_markdown(section)
     if page.warnings:
         parts += ["## Warnings", "\n".join(warning_list(page.warnings))]
@@ -93,16 +95,16 @@ def _section_markdown(section: Section) -> list[str]:
         case Table():
             text = _table_markdown(section)
             if section.open:
-                return [section.note, text]
-            summary = f"<details><summary>{section.title}</summary>"
-            return [summary, section.note, text, "</details>"]
+                return [escaped(section.note), text]
+            summary = f"<details><summary>{escaped(section.title)}</summary>"
+            return [summary, escaped(section.note), text, "</details>"]
         case Picture():
             return [f"![{section.title}]({section.file})" if section.file else ""]
         case Verdicts():
             return [
                 "\n".join(
-                    f"- `{one.name}`: **{one.verdict}**: {one.words}"
-                    for one in section.verdicts
+                    f"- `{escaped(of.name)}`: **{of.verdict}**: {escaped(of.words)}"
+                    for of in section.verdicts
                 )
             ]
         case Figure():
@@ -112,15 +114,30 @@ def _section_markdown(section: Section) -> list[str]:
             rows = [list(row) for row in zip(*columns, strict=True)]
             lines = Table(title=section.title, columns=names, rows=rows)
             return [section.note, _table_markdown(lines)]
-        case TimeLine() | Flame():
+        case Bars():
+            paragraphs = [p for bar in section.bars for p in bar.paragraphs]
+            return [_table_markdown(bar_table(section)), *_joined(paragraphs)]
+        case TimeLine():
             return [section.note, "Shown on the HTML page."]
+        case Group():
+            return ["Shown on the HTML page."]
+
+
+def bar_table(section: Bars) -> Table:
+    """Tabulate bars: the whole, and the parts that add up to it."""
+    rows: list[Sequence[Cell]] = []
+    for bar in section.bars:
+        whole = sum(value or 0.0 for value in bar.values)
+        rows.append([bar.name, whole, *bar.values])
+    columns = [section.unit, "step", *section.parts]
+    return Table(title=section.title, columns=columns, rows=rows)
 
 
 def _joined(paragraphs: Iterable[str]) -> list[str]:
     """Join neighbouring list items to one block; other paragraphs stay apart."""
     blocks: list[str] = []
     after_item = False
-    for paragraph in paragraphs:
+    for paragraph in map(escaped_lines, paragraphs):
         item = paragraph.lstrip().startswith("- ")
         if item and after_item:
             blocks[-1] += f"\n{paragraph}"
@@ -138,7 +155,17 @@ def _table_markdown(section: Table) -> str:
 
 def _cell_markdown(cell: Cell) -> str:
     text = cell if isinstance(cell, str) else number(cell)
-    return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " <br> ")
+    return " <br> ".join(map(escaped, text.split("\n"))).replace("|", "\\|")
+
+
+def escaped_lines(text: str) -> str:
+    """Escape a paragraph line by line."""
+    return "\n".join(map(escaped, text.split("\n")))
+
+
+def escaped(text: str) -> str:
+    """Escape what Markdown would take for HTML, and show control characters."""
+    return visible(text).replace("<", "&lt;")
 
 
 def warning_list(warnings: Iterable[RunWarning]) -> Iterator[str]:
@@ -152,61 +179,84 @@ def warning_list(warnings: Iterable[RunWarning]) -> Iterator[str]:
     for kind, messages in kinds.items():
         yield f"- **{kind.replace('_', ' ')}**"
         for message, places in messages.items():
-            named = [f"`{place}`" for place in places if place]
+            named = [f"`{escaped(place)}`" for place in places if place]
             more = len(named) - SHOWN_PLACES
             where = ", ".join(named[:SHOWN_PLACES]) + (f", {more} more" * (more > 0))
-            yield f"  - {where}: {message}" if where else f"  - {message}"
-        yield f"  - **What to do:** {remedies[kind]}."
+            text = escaped(message)
+            yield f"  - {where}: {text}" if where else f"  - {text}"
+        yield f"  - **What to do:** {escaped(remedies[kind])}."
 
 
 def terminal(page: Page) -> str:
     """Render lines of plain text: answers, open tables, verdicts and warnings.
 
-    On a terminal, tables are no wider than it is.
+    Lines are as wide as the terminal, or as COLUMNS says.
     """
-    lines = [plain(paragraph) for paragraph in (page.title, *page.answer) if paragraph]
+    lines = _wrapped([page.title, *page.answer])
     for section in page.sections:
         lines += _section_lines(section)
     lines += warning_lines(page.warnings)
     return "\n".join(lines)
 
 
+def _wrapped(paragraphs: Iterable[str]) -> list[str]:
+    """Break paragraphs into lines; a list item is indented."""
+    width = max(shutil.get_terminal_size().columns, NARROWEST)
+    lines: list[str] = []
+    for paragraph in filter(None, map(plain, paragraphs)):
+        margin = "  " if paragraph.startswith("- ") else ""
+        lines += textwrap.wrap(
+            paragraph,
+            width,
+            subsequent_indent=margin,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return lines
+
+
 def warning_lines(warnings: Iterable[RunWarning]) -> list[str]:
     """Render a heading and a line for each warning; nothing without one."""
     shown = [f"{w.place}: {w}" if w.place else str(w) for w in warnings]
-    return ["", "Warnings", *(f"  {visible(s)}" for s in shown)] if shown else []
+    return (
+        ["", "Warnings", *_wrapped(f"- {visible(s)}" for s in shown)] if shown else []
+    )
 
 
 def _section_lines(section: Section) -> list[str]:
     match section:
         case Words():
-            return ["", *filter(None, [section.title]), *map(plain, section.paragraphs)]
+            title = filter(None, [section.title])
+            return ["", *title, *_wrapped(section.paragraphs)]
         case Table() if section.open:
             rows: list[Sequence[Cell]] = [section.columns, *section.rows]
             cells = [
                 [plain(c) if isinstance(c, str) else number(c) for c in row]
                 for row in rows
             ]
-            note = [f"  ({plain(section.note)})"] if section.note else []
+            note = _wrapped([f"({section.note})"] if section.note else [])
             return ["", *filter(None, [section.title]), *_fitted(cells), *note]
+        case Bars():
+            lines = _section_lines(bar_table(section))
+            for bar in section.bars:
+                lines += ["", *_wrapped([bar.note or bar.name, *bar.paragraphs])]
+            return lines
         case Verdicts():
-            words = (
-                f"{one.name}: {one.verdict}: {one.words}" for one in section.verdicts
-            )
-            return ["", section.title, *map(plain, words)]
+            words = (f"{of.name}: {of.verdict}: {of.words}" for of in section.verdicts)
+            return ["", section.title, *_wrapped(words)]
     return []
 
 
 def _fitted(rows: list[list[str]]) -> list[str]:
     """Align cells; leave out the last columns that the terminal has no room for."""
     shown, lines = len(rows[0]), aligned(rows)
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
+    width = max(shutil.get_terminal_size().columns, NARROWEST)
     while shown > 2 and max(map(len, lines)) > width:
         shown -= 1
         lines = aligned([row[:shown] for row in rows])
     left_out = rows[0][shown:]
-    note = f"  (a wider terminal also shows: {', '.join(left_out)})"
-    return [*lines, note] if left_out else lines
+    note = f"(a wider terminal also shows: {', '.join(left_out)})"
+    return [*lines, *_wrapped([note])] if left_out else lines
 
 
 def aligned(rows: list[list[str]]) -> list[str]:

@@ -7,8 +7,8 @@ count: one bad file does not hide the others. Verdicts rest on whole records onl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -28,9 +28,8 @@ from kvtax.records.steps import (
     method_fields,
 )
 from kvtax.records.warning import RunWarning, Warn, left_out
-from kvtax.steps.parquet_cache import RecordedSteps, cached
 from kvtax.steps.parts import CALLS, method_columns
-from kvtax.steps.step_file import BY_METHOD, StepFile, newest_header, read_steps
+from kvtax.steps.step_file import BY_METHOD, StepReader, in_order
 
 # `connector_us` counts the time of inner calls twice.
 ENGINE_COLUMNS = [
@@ -43,11 +42,17 @@ WORKER_COLUMNS = ["step_id", "t_ns", *WORKER_TIMES, *BY_METHOD]
 SAMPLED_STEPS = 10_000
 # Share of steps in which ranks work one after the other, from which on they are stages.
 MOST_IN_TURNS = 0.9
-# Share and number of steps that are in a file twice, from which on two processes wrote
-# it.
-MOST_TWICE, FEW_TWICE = 0.01, 10
 # Warnings of records that are missing in a table of steps.
 NOT_WHOLE = ("unreadable", "bad_lines", "another_life", "no_worker")
+
+
+class RecordedSteps(NamedTuple):
+    """The steps of one engine life as recorded, in one table."""
+
+    table: pl.DataFrame
+    worker_records: int
+    torn_lines: int
+    warnings: list[RunWarning]
 
 
 def whole_steps(life: Path) -> RecordedSteps:
@@ -55,94 +60,185 @@ def whole_steps(life: Path) -> RecordedSteps:
 
     `life` is the folder of the records.
     """
-    steps = recorded_steps(life / STEPS, ended=True)
+    steps = recorded_steps(life / STEPS)
     for warning in steps.warnings:
         if warning.kind in NOT_WHOLE:
             raise RecordsError(warning.message)
     return steps
 
 
-def recorded_steps(engine: Path, ended: bool = False) -> RecordedSteps:
-    """Read the steps of an `engine` file, with the times of the workers beside it.
+def recorded_steps(engine: Path) -> RecordedSteps:
+    """Read the steps of an `engine` file, with the times of the workers beside it."""
+    life = LifeSteps(engine)
+    table = pl.concat([*life], how="diagonal")
+    return RecordedSteps(table, life.worker_records, life.torn_lines, life.warnings)
 
-    The table has a row per step, in order: all fields of the engine's record, times of
+
+class LifeSteps:
+    """The steps of one engine life, with the times of its workers, in chunks.
+
+    A frame has a row per step, in order: all fields of the engine's record, times of
     the worker's (null without one), `worker_t_ns`, and the methods' columns
-    (kvtax.steps.parts). Raises RecordsError if the file cannot be read at all.
+    (kvtax.steps.parts). What was left out is in `warnings` and the counts once all
+    frames were read. Raises RecordsError if the file cannot be read at all.
     """
-    return cached(engine, lambda: _read(engine), ended)
+
+    def __init__(self, engine: Path) -> None:
+        self._path = engine
+        self._engine = StepReader(engine, EngineHeader, ENGINE_COLUMNS)
+        header = self._engine.header
+        assert isinstance(header, EngineHeader)
+        self.header = header
+        self.worker_records = self.torn_lines = 0
+        self._steps = self._alone = 0
+        self._of_ranks: list[RunWarning] = []
+        self._ranks = self._open_ranks()
+        self._had_ranks = bool(self._ranks)
+
+    def __iter__(self) -> Iterator[pl.DataFrame]:
+        """Yield the frames; at least one, if only an empty one."""
+        for frame in in_order(self._path, self._engine):
+            steps = by_method("scheduler", frame)
+            worker = _together(self._rows_until(steps))
+            joined = steps.join(worker, on="step_id", how="left", maintain_order="left")
+            self._steps += joined.height
+            self._alone += joined["execute_model_us"].null_count()
+            yield joined
+        self.torn_lines = self._engine.torn_lines
+        for rank in self._ranks:
+            rank.drain()
+            self.worker_records += rank.steps
+            self.torn_lines += rank.reader.torn_lines
+
+    @property
+    def warnings(self) -> list[RunWarning]:
+        """Say what was left out, and what was not recorded."""
+        engine = self._engine
+        warnings = left_out(self._path.name, engine.torn_lines, engine.bad)
+        warnings += _not_timed("scheduler", self.header)
+        return [*warnings, *self._of_ranks, *self._of_workers()]
+
+    def _of_workers(self) -> list[RunWarning]:
+        if not self._ranks:
+            folder = self._path.parent
+            why = "see the other warnings"
+            if not self._had_ranks and not self._of_ranks:
+                why = (
+                    f"{folder}: no worker_step.r*.jsonl; was the worker's process "
+                    "recorded?"
+                )
+            return [Warn.NO_WORKER(why=why)]
+        bad = [line for rank in self._ranks for line in rank.reader.bad]
+        torn = sum(rank.reader.torn_lines for rank in self._ranks)
+        warnings = left_out("worker_step", torn, bad)
+        # The last steps of an engine that is killed, and those that schedule nothing.
+        if self._alone > max(10, self._steps // 100):
+            warnings.append(
+                Warn.STEPS_WITHOUT_WORKER(count=self._alone, steps=self._steps)
+            )
+        return warnings
+
+    def _open_ranks(self) -> list[_Rank]:
+        """Open the workers' files, those of this life."""
+        parts = self._path.parent.glob("worker_step.r*.jsonl*")
+        # A writer that was killed as it began a file leaves it as .new.
+        paths = sorted({whole(path) for path in parts if path.suffix != ".new"})
+        ranks = []
+        for path in paths:
+            try:
+                rank = _Rank(path)
+            except RecordsError as error:
+                self._of_ranks.append(
+                    Warn.UNREADABLE(path.name, error=error, what="The file")
+                )
+                continue
+            why = another_life(self.header, rank.header, process=False)
+            if why:
+                self._drop(rank, why)
+                continue
+            ranks.append(rank)
+            self._of_ranks += [
+                warning
+                for warning in _not_timed("worker", rank.header)
+                if warning not in self._of_ranks
+            ]
+        return ranks
+
+    def _drop(self, rank: _Rank, why: str) -> None:
+        rank.reader.close()
+        self._of_ranks.append(
+            Warn.ANOTHER_LIFE(rank.path.name, path=rank.path, why=why)
+        )
+
+    def _rows_until(self, steps: pl.DataFrame) -> list[list[pl.DataFrame]]:
+        """Take the ranks' rows of these steps, by stage; drop ranks of another life."""
+        if not steps.height:
+            return _by_stage(self._ranks, [rank.nothing for rank in self._ranks])
+        last = int(steps["step_id"][-1])
+        rows, kept = [], []
+        for rank in self._ranks:
+            try:
+                own = rank.until(last)
+            except RecordsError as error:
+                self._of_ranks.append(
+                    Warn.UNREADABLE(rank.path.name, error=error, what="The file")
+                )
+                continue
+            if not rank.is_checked and own.height:
+                if why := _other_steps(steps, own):
+                    self._drop(rank, why)
+                    continue
+                rank.is_checked = True
+            rows.append(own)
+            kept.append(rank)
+        self._ranks = kept
+        return _by_stage(kept, rows)
 
 
-def _read(path: Path) -> RecordedSteps:
-    header = newest_header(path, EngineHeader)
-    engine = ordered(path, read_steps(path, EngineHeader, ENGINE_COLUMNS, strict=False))
-    warnings = left_out(path.name, engine.torn_lines, engine.bad)
-    warnings += _not_timed("scheduler", header)
-    frame = by_method("scheduler", engine.frame)
-    ranks, of_ranks = _ranks(path.parent, header, frame)
-    worker = _together(ranks)
-    table = (
-        frame.lazy()
-        .join(worker.lazy(), on="step_id", how="left", maintain_order="left")
-        .collect(engine="streaming")
-    )
-    warnings += of_ranks
-    if ranks:
-        bad = [line for rank in ranks for line in rank.file.bad]
-        torn = sum(rank.file.torn_lines for rank in ranks)
-        warnings += left_out("worker_step", torn, bad)
-        warnings += _without_worker(table)
-    files = [engine, *(rank.file for rank in ranks)]
-    return RecordedSteps(
-        table=table,
-        worker_records=sum(rank.file.frame.height for rank in ranks),
-        torn_lines=sum(file.torn_lines for file in files),
-        warnings=warnings,
-    )
+class _Rank:
+    """The steps of one worker, read on as far as the engine's."""
 
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.reader = StepReader(path, WorkerHeader, WORKER_COLUMNS)
+        header = self.reader.header
+        assert isinstance(header, WorkerHeader)
+        self.header = header
+        self.is_checked = False
+        self.steps = 0
+        self._frames = map(self._with_methods, in_order(path, self.reader))
+        self.nothing = self._with_methods(
+            pl.DataFrame(schema=pl.Schema(self.reader.schema))
+        )
+        self._ahead = self.nothing
+        # Stage of the pipeline; as long as that is not known, None.
+        self.stage = header.stage
 
-class _Rank(NamedTuple):
-    """The steps of one worker, and its stage of the pipeline where that is recorded."""
+    def until(self, step_id: int) -> pl.DataFrame:
+        """Take the rows that are left up to this step. Raises RecordsError."""
+        taken = []
+        while not self._ahead.height or self._ahead["step_id"][-1] <= step_id:
+            taken.append(self._ahead)
+            frame = next(self._frames, None)
+            if frame is None:
+                self._ahead = self.nothing
+                break
+            self._ahead = frame
+        ids = self._ahead["step_id"].to_numpy()
+        count = int(np.searchsorted(ids, step_id, side="right"))
+        taken.append(self._ahead[:count])
+        self._ahead = self._ahead[count:]
+        return pl.concat(taken, rechunk=False)
 
-    stage: int | None
-    file: StepFile
+    def drain(self) -> None:
+        """Read what is left, of steps that the engine did not record."""
+        with suppress(RecordsError):
+            for _ in self._frames:
+                pass
 
-
-def _ranks(
-    folder: Path, engine_header: EngineHeader, engine: pl.DataFrame
-) -> tuple[list[_Rank], list[RunWarning]]:
-    """Read the workers' times by rank, those of this life."""
-    parts = folder.glob("worker_step.r*.jsonl*")
-    # A writer that was killed as it began a file leaves it as .new.
-    paths = sorted({whole(path) for path in parts if path.suffix != ".new"})
-    why = "see the other warnings"
-    if not paths:
-        why = f"{folder}: no worker_step.r*.jsonl; was the worker's process recorded?"
-    ranks, warnings = [], []
-    for path in paths:
-        try:
-            header = newest_header(path, WorkerHeader)
-            rank = read_rank(path)
-        except RecordsError as error:
-            warnings.append(Warn.UNREADABLE(path.name, error=error, what="The file"))
-            continue
-        reason = another_life(engine_header, header, process=False)
-        if reason := reason or _other_steps(engine, rank.frame):
-            warnings.append(Warn.ANOTHER_LIFE(path.name, path=path, why=reason))
-            continue
-        ranks.append(_Rank(header.stage, rank))
-        warnings += _not_timed("worker", header)
-    warnings = list(dict.fromkeys(warnings))
-    if not ranks:
-        warnings.append(Warn.NO_WORKER(why=why))
-    return ranks, warnings
-
-
-def _without_worker(steps: pl.DataFrame) -> list[RunWarning]:
-    alone = int(steps["execute_model_us"].null_count())
-    # The last steps of an engine that is killed, and those that schedule nothing.
-    if alone <= max(10, steps.height // 100):
-        return []
-    return [Warn.STEPS_WITHOUT_WORKER(count=alone, steps=steps.height)]
+    def _with_methods(self, frame: pl.DataFrame) -> pl.DataFrame:
+        self.steps += frame.height
+        return by_method("worker", frame.rename({"t_ns": "worker_t_ns"}))
 
 
 def _not_timed(side: str, header: EngineHeader | WorkerHeader) -> list[RunWarning]:
@@ -173,16 +269,9 @@ def _other_steps(engine: pl.DataFrame, worker: pl.DataFrame) -> str:
     )
 
 
-def read_rank(path: Path) -> StepFile:
-    """Read the times of one rank by step. Raises RecordsError."""
-    rank = ordered(path, read_steps(path, WorkerHeader, WORKER_COLUMNS, strict=False))
-    frame = rank.frame.rename({"t_ns": "worker_t_ns"})
-    return replace(rank, frame=by_method("worker", frame))
-
-
-def _together(ranks: Sequence[_Rank]) -> pl.DataFrame:
+def _together(by_stage: Sequence[Sequence[pl.DataFrame]]) -> pl.DataFrame:
     """Make one worker of the ranks: ranks of a tensor group are one, stages add up."""
-    stages = [_slowest(frames) for frames in _stages(ranks)]
+    stages = [_slowest(frames) for frames in by_stage]
     if len(stages) == 1:
         return stages[0]
     if not stages:
@@ -219,40 +308,60 @@ def _together(ranks: Sequence[_Rank]) -> pl.DataFrame:
     )
 
 
-def _stages(ranks: Sequence[_Rank]) -> list[list[pl.DataFrame]]:
-    """Group the ranks' times by stage of the pipeline.
+def _by_stage(
+    ranks: Sequence[_Rank], rows: Sequence[pl.DataFrame]
+) -> list[list[pl.DataFrame]]:
+    """Group the ranks' rows by stage of the pipeline.
 
     Records that do not name it are of one stage, unless each begins its steps after
     the one before has ended them.
     """
-    named = {rank.stage for rank in ranks}
+    if {rank.stage for rank in ranks} == {None} and all(own.height for own in rows):
+        in_turns = _in_turns(rows)
+        for number, rank in enumerate(ranks):
+            rank.stage = number if in_turns else 0
     by_stage: dict[int, list[pl.DataFrame]] = {}
-    for number, rank in enumerate(ranks):
-        unnamed = number if named == {None} and _in_turns(ranks) else 0
-        stage = unnamed if rank.stage is None else rank.stage
-        by_stage.setdefault(stage, []).append(rank.file.frame)
+    for rank, own in zip(ranks, rows, strict=True):
+        by_stage.setdefault(rank.stage or 0, []).append(own)
     return list(by_stage.values())
 
 
-def _in_turns(ranks: Sequence[_Rank]) -> bool:
+def _in_turns(rows: Sequence[pl.DataFrame]) -> bool:
     end_ns = pl.col("worker_t_ns") + pl.col("execute_model_us") * 1e3
-    return len(ranks) > 1 and all(
-        one.file.frame.select("step_id", end_ns.alias("end_ns"))
-        .join(after.file.frame.select("step_id", "worker_t_ns"), on="step_id")
+    return len(rows) > 1 and all(
+        before.select("step_id", end_ns.alias("end_ns"))
+        .join(after.select("step_id", "worker_t_ns"), on="step_id")
         .select((pl.col("worker_t_ns") >= pl.col("end_ns")).mean() > MOST_IN_TURNS)
         .item()
-        for one, after in pairwise(ranks)
+        for before, after in pairwise(rows)
     )
 
 
 def _slowest(frames: Sequence[pl.DataFrame]) -> pl.DataFrame:
     """Select the slowest of the ranks of a tensor group in each step."""
-    if len(frames) == 1:
-        return frames[0]
-    every = pl.concat(frames, how="diagonal")
-    # A step waits for its slowest rank; parts of two ranks would sum to no step.
-    last = every.sort("step_id", "execute_model_us", nulls_last=False)
-    return last.unique("step_id", keep="last", maintain_order=True)
+    slowest = frames[0]
+    for frame in frames[1:]:
+        slowest = _slower(slowest, frame)
+    return slowest
+
+
+def _slower(first: pl.DataFrame, second: pl.DataFrame) -> pl.DataFrame:
+    """Select, of each step, the row of the rank that took longer.
+
+    A step waits for its slowest rank; parts of two ranks would sum to no step.
+    """
+    if first.columns == second.columns and first["step_id"].equals(second["step_id"]):
+        of_first, of_second = (
+            frame["execute_model_us"].fill_null(-1.0) for frame in (first, second)
+        )
+        is_second = of_second > of_first
+        return pl.DataFrame(
+            [second[name].zip_with(is_second, first[name]) for name in first.columns]
+        )
+    both = pl.concat([first, second], how="diagonal").sort(
+        "step_id", "execute_model_us", nulls_last=False
+    )
+    return both.unique("step_id", keep="last", maintain_order=True)
 
 
 def by_method(side: str, frame: pl.DataFrame) -> pl.DataFrame:
@@ -290,26 +399,4 @@ def _completed(
 
     return frame.with_columns(
         column for method in methods for column in columns(method)
-    )
-
-
-def ordered(path: Path, file: StepFile) -> StepFile:
-    """Sort by step_id (async scheduling may swap neighbours), each id once.
-
-    Of a step that is there twice the first stays. Raises RecordsError if many are.
-    """
-    frame, bad = file.frame, file.bad
-    if (np.diff(frame["step_id"].to_numpy()) <= 0).any():
-        frame = frame.sort("step_id", maintain_order=True)
-        twice = frame.filter(pl.col("step_id") == pl.col("step_id").shift(1))
-        if twice.height > max(FEW_TWICE, MOST_TWICE * frame.height):
-            raise RecordsError(
-                f"{path}: {twice.height:,} steps twice, the first is step_id "
-                f"{twice['step_id'][0]}: two processes wrote this file"
-            )
-        for step_id in twice["step_id"]:
-            bad = (*bad, f"{path}: step_id {step_id} twice, the first one counts")
-        frame = frame.unique("step_id", keep="first", maintain_order=True)
-    return replace(
-        file, frame=frame.with_columns(pl.col("step_id").set_sorted()), bad=bad
     )

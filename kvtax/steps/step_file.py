@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reader of step files: one file of an engine or a worker as a table.
 
-Files may be gigabytes, so they are read in chunks of whole lines: the peak memory is
-one chunk per thread, and a bad line is still found by its number.
+Files may be gigabytes, so they are read in chunks of whole lines: one chunk is in
+memory at a time, and a bad line is still found by its number.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -20,22 +20,26 @@ import numpy as np
 import polars as pl
 
 from kvtax.records import RecordsError
-from kvtax.records.files import Header, is_torn, read_header
+from kvtax.records.files import is_torn, read_header
 from kvtax.records.parts import LONGEST_LINE, PIECE_BYTES, parts_of, seekable, skip_line
 from kvtax.records.steps import (
     FIELDS,
+    METHOD_FIELDS,
     MOST,
     EngineHeader,
     WorkerHeader,
     another_life,
 )
 
-# Big enough to parse at full speed; two chunks in flight need little memory.
-CHUNK_BYTES = 8 << 20
+# Big enough to parse at full speed; a chunk of each rank needs little memory.
+CHUNK_BYTES = 16 << 20
 # Begin and end of a chunk in which methods are searched that the header lacks.
 PEEK_BYTES = 64 << 10
 # Fields by method, and how their columns end.
 BY_METHOD = {"connector_self_us": "_us", "connector_calls": "_calls"}
+# The calls of a line, and their names.
+CALLS_OF = re.compile(rb'"connector_(?:self_us|us|calls)"\s*:\s*\{([^{}]*)\}')
+METHOD = re.compile(rb'"((?:[^"\\]|\\.)*)"\s*:')
 Schema = dict[str, pl.DataType]
 
 
@@ -60,63 +64,148 @@ def read_steps(
     columns: Sequence[str],
     strict: bool = True,
 ) -> StepFile:
-    """Read `columns` of a step file, `step_id` among them.
+    """Read `columns` of a whole step file, as StepReader does."""
+    reader = StepReader(path, header_kind, columns, strict)
+    frames = list(reader if strict else in_order(path, reader))
+    return StepFile(
+        pl.concat(frames, rechunk=False), reader.torn_lines, tuple(reader.bad)
+    )
+
+
+class StepReader:
+    """The `columns` of a step file, `step_id` among them, in chunks of lines.
 
     A column by connector method is a struct with the methods of the header, and any
-    that it lacks. The file's older part, if there is one, comes first.
+    that the chunk has beside. The file's older part, if there is one, comes first.
     Raises RecordsError naming file and line for a bad line that is not the last. If not
     `strict`, it and what is no part of this file are left out, as long as a part is
-    left.
+    left: `bad` names them, and `torn_lines` counts last lines that were cut off.
     """
-    with ExitStack() as stack:
-        there: list[_Part] = []
+
+    def __init__(
+        self,
+        path: Path,
+        header_kind: Kind,
+        columns: Sequence[str],
+        strict: bool = False,
+    ) -> None:
+        self._strict = strict
+        self.torn_lines = 0
+        self.bad: list[str] = []
+        self._parts: list[_Part] = []
         bad: list[RecordsError] = []
-        for part in reversed(parts_of(path)):
-            try:
-                there.append(_open_part(stack, part, header_kind, there))
-            except RecordsError as error:
-                bad.append(error)
-        if bad and (strict or not there):
-            raise bad[0]
+        with ExitStack() as stack:
+            for part in reversed(parts_of(path)):
+                try:
+                    self._parts.append(
+                        _open_part(stack, part, header_kind, self._parts)
+                    )
+                except RecordsError as error:
+                    bad.append(error)
+            if bad and (strict or not self._parts):
+                raise bad[0]
+            self._files = stack.pop_all()
+        self.bad += map(str, bad)
+        self.header = self._parts[0].header
         methods: dict[str, None] = {}
-        for one in reversed(there) if BY_METHOD.keys() & set(columns) else ():
-            methods |= dict.fromkeys(one.methods())
-        schema = {name: _column_type(name, list(methods)) for name in columns}
-        read = [one.read(schema, strict) for one in reversed(there)]
-    together = _together(read)
-    together = replace(together, bad=(*map(str, bad), *together.bad))
-    return together if strict else _each_once(path, together)
+        for read in reversed(self._parts) if BY_METHOD.keys() & set(columns) else ():
+            methods |= read.methods()
+        self.schema = {name: _column_type(name, [*methods]) for name in columns}
+
+    def __iter__(self) -> Iterator[pl.DataFrame]:
+        """Yield a frame for each chunk; at least one, if only an empty one."""
+        with self._files:
+            for part in reversed(self._parts):
+                yield from part.frames(self)
+
+    def leave_out(self, error: RecordsError) -> None:
+        """Note a line that is left out. Raises it if the reader is strict."""
+        if self._strict:
+            raise error
+        self.bad.append(str(error))
+
+    def close(self) -> None:
+        self._files.close()
 
 
-def _each_once(path: Path, file: StepFile) -> StepFile:
-    """Leave out copies of steps, as a file has whose older part was copied, too."""
-    frame = file.frame
-    if not (np.diff(frame["step_id"].to_numpy()) <= 0).any():
-        return file
-    once = frame.unique(["step_id", "t_ns"], keep="first", maintain_order=True)
-    if not (copies := frame.height - once.height):
-        return file
-    told = f"{path}: {copies:,} steps are in the file twice"
-    return replace(file, frame=once, bad=(*file.bad, told))
+# Steps that are held back until the next chunk, which may have one before them.
+HELD_BACK = 64
+# Share and number of steps that are in a file twice, from which on two processes wrote
+# it.
+MOST_TWICE, FEW_TWICE = 0.01, 10
 
 
-def newest_header(path: Path, header_kind: type[Header]) -> Header:
-    """Read the header of the newest part that has one. Raises RecordsError."""
-    bad: list[RecordsError] = []
-    for part in reversed(parts_of(path)):
-        try:
-            return read_header(part, header_kind)
-        except RecordsError as error:
-            bad.append(error)
-    raise bad[0]
+def in_order(path: Path, reader: StepReader) -> Iterator[pl.DataFrame]:
+    """Yield chunks sorted by step_id (async scheduling may swap neighbours).
+
+    Of a step that is there twice the first stays, and the reader names the others.
+    Raises RecordsError if two processes wrote the file.
+    """
+    order = _Order(path, reader)
+    for frame in reader:
+        yield from order.ready(frame)
+    yield order.rest()
 
 
-def _together(parts: Sequence[StepFile]) -> StepFile:
-    return StepFile(
-        frame=pl.concat([part.frame for part in parts], rechunk=False),
-        torn_lines=sum(part.torn_lines for part in parts),
-        bad=tuple(line for part in parts for line in part.bad),
-    )
+class _Order:
+    """The order of a file's steps: what came, and what is held back."""
+
+    def __init__(self, path: Path, reader: StepReader) -> None:
+        self._path, self._reader = path, reader
+        self._held: pl.DataFrame | None = None
+        self._last_id = self._last_ns = -1
+        self._steps = self._twice = self._copies = 0
+
+    def ready(self, frame: pl.DataFrame) -> Iterator[pl.DataFrame]:
+        """Yield the steps that no later chunk can precede."""
+        if self._held is not None:
+            frame = pl.concat([self._held, frame], how="vertical")
+        ordered = self._each_once(frame)
+        count = max(ordered.height - HELD_BACK, 0)
+        self._held = ordered[count:]
+        if count:
+            yield self._passed(ordered[:count])
+
+    def rest(self) -> pl.DataFrame:
+        """Return what is held back; name the steps that were there twice."""
+        assert self._held is not None
+        if self._twice > max(FEW_TWICE, MOST_TWICE * self._steps):
+            raise RecordsError(
+                f"{self._path}: {self._twice:,} steps twice: two processes wrote this "
+                "file; keep the records of each process in a folder of its own"
+            )
+        if again := self._twice + self._copies:
+            self._reader.leave_out(
+                RecordsError(
+                    f"{self._path}: {again:,} steps are in the file twice, the first "
+                    "one counts"
+                )
+            )
+        return self._passed(self._held)
+
+    def _passed(self, frame: pl.DataFrame) -> pl.DataFrame:
+        if frame.height:
+            self._last_id = frame["step_id"][-1]
+            self._last_ns = max(self._last_ns, frame["t_ns"].max())  # type: ignore[type-var]
+        return frame.with_columns(pl.col("step_id").set_sorted())
+
+    def _each_once(self, frame: pl.DataFrame) -> pl.DataFrame:
+        self._steps += frame.height
+        if (np.diff(frame["step_id"].to_numpy()) <= 0).any():
+            frame = frame.sort("step_id", maintain_order=True)
+            alone = frame.unique("step_id", keep="first", maintain_order=True)
+            of_one = frame.unique(["step_id", "t_ns"]).height
+            self._twice += of_one - alone.height
+            self._copies += frame.height - of_one
+            frame = alone
+        if frame.height and frame["step_id"][0] <= self._last_id:
+            again = pl.col("step_id") <= self._last_id
+            past = frame.filter(again)
+            later = past.filter(pl.col("t_ns") > self._last_ns).height
+            self._twice += later
+            self._copies += past.height - later
+            frame = frame.filter(~again)
+        return frame
 
 
 def _open_part(
@@ -139,40 +228,46 @@ class _Part:
         self._path, self._file = path, file
         self._spans, self._long, self._torn = _line_spans(file)
 
-    def methods(self) -> list[str]:
-        """List the methods of the header, and those that chunks begin or end with."""
-        named = dict.fromkeys(self.header.methods)
-        decode = msgspec.json.Decoder(_Methods).decode
-        for start, stop in self._spans:
-            ends = {start, max(start, stop - PEEK_BYTES)}
-            ends_of_chunk = [self._pread(at, at + PEEK_BYTES) for at in ends]
-            for line in b"\n".join(ends_of_chunk).split(b"\n"):
-                with suppress(msgspec.DecodeError, UnicodeDecodeError):
-                    named |= dict.fromkeys(decode(line).connector_self_us)
-        return list(named)
-
-    def read(self, schema: Schema, strict: bool) -> StepFile:
-        """Parse all chunks. Raises RecordsError if `strict`."""
-
-        def parse(span: tuple[int, int]) -> StepFile:
+    def frames(self, reader: StepReader) -> Iterator[pl.DataFrame]:
+        """Parse chunk after chunk. Raises RecordsError if the reader is strict."""
+        reader.torn_lines += self._torn
+        for start in self._long:
+            over = _BadLine(0, f"over {LONGEST_LINE >> 20} MB in a line")
+            reader.leave_out(self._error(start, over))
+        for span in self._spans:
             lines = self._pread(*span)
-            frame, bad = _good(lines, schema)
+            frame, bad = _good(lines, reader.schema)
             is_last = span == self._spans[-1]
-            torn = is_last and bool(bad) and _is_torn_last(lines, bad[-1].row)
-            told = [self._error(span[0], line) for line in bad[: len(bad) - torn]]
-            if told and strict:
-                raise told[0]
-            return StepFile(frame, int(torn), tuple(map(str, told)))
+            if is_last and bad and _is_torn_last(lines, bad[-1].row):
+                reader.torn_lines += 1
+                bad.pop()
+            for line in bad:
+                reader.leave_out(self._error(span[0], line))
+            yield frame
+        if not self._spans:
+            yield _parse(b"", reader.schema)
 
-        # Two threads, so that one reads while the other parses; order is kept.
-        with ThreadPoolExecutor(2) as pool:
-            read = list(pool.map(parse, self._spans))
-        megabytes = f"over {LONGEST_LINE >> 20} MB in a line"
-        long = [self._error(at, _BadLine(0, megabytes)) for at in self._long]
-        if long and strict:
-            raise long[0]
-        rest = StepFile(_parse(b"", schema), self._torn, tuple(map(str, long)))
-        return _together([*read, rest])
+    def methods(self) -> dict[str, None]:
+        """Name the methods of the header, and those that the chunks have beside."""
+        named = dict.fromkeys(self.header.methods)
+        for start, stop in self._spans:
+            # Older recorders did not name them in the header.
+            step = PEEK_BYTES if self.header.methods else stop - start
+            for at in {start, max(start, stop - step)}:
+                lines = self._pread(at, min(at + step, stop))
+                for calls in CALLS_OF.findall(lines):
+                    named |= dict.fromkeys(map(_plain, METHOD.findall(calls)))
+                if not self.header.methods:
+                    named |= dict.fromkeys(
+                        name for name, key in self._keys() if key in lines
+                    )
+        return named
+
+    def _keys(self) -> Iterator[tuple[str, bytes]]:
+        """Yield the methods that have a field of their own, and its key in a line."""
+        side = "scheduler" if isinstance(self.header, EngineHeader) else "worker"
+        for name, field in METHOD_FIELDS[side].items():
+            yield name, f'"{field}":'.encode()
 
     def _pread(self, start: int, stop: int) -> bytes:
         return os.pread(self._file.fileno(), stop - start, start)
@@ -234,8 +329,9 @@ class _BadLine(NamedTuple):
     why: str
 
 
-class _Methods(msgspec.Struct):
-    connector_self_us: dict[str, msgspec.Raw] = {}
+def _plain(name: bytes) -> str:
+    """Decode a name as it stands in JSON."""
+    return str(msgspec.json.decode(b'"' + name + b'"'))
 
 
 def _parse(lines: bytes, schema: Schema) -> pl.DataFrame:

@@ -27,7 +27,6 @@ from kvtax.look.instances import Instance, read_instance
 from kvtax.look.requests import TIMED_PARTS, WAITS
 from kvtax.patcher import load_sets
 from kvtax.paths import PATCHES, REPOSITORY
-from kvtax.report.document import Flame
 from tests.e2e.test_transfers import pull_params, send_params
 from tests.harness.tiny import (
     KV_TRANSFER,
@@ -58,7 +57,6 @@ class Served:
     instances: dict[str, Instance]
     told: str
     page: str
-    flames: list[Flame]
 
 
 async def ask(
@@ -192,24 +190,8 @@ def served(lab: TinyServers, tmp_path_factory) -> Served:
             one.name.partition("/")[0]: joined.joined(read_instance(one))
             for one in found
         }
-        asyncio.run(sampled(d, records / "d"))
     assert warnings == joined.warnings == []
-    (after,) = discover(records / "d")[0]
-    flames = read_instance(after).flames
-    return Served(client_ms, instances, told, page.read_text(), flames)
-
-
-async def sampled(server: TinyServer, records: Path) -> None:
-    """Sample a server for five seconds in which it decodes."""
-    command = [sys.executable, "-m", "microbench.py_spy", str(records)]
-    sampler = await asyncio.create_subprocess_exec(
-        *command, "--seconds", "5", cwd=REPOSITORY
-    )
-    turn = 0
-    while sampler.returncode is None:
-        await ask(server, f"sampled{turn}", prompt(200 + turn, 50), 200, {})
-        turn += 1
-    assert sampler.returncode == 0
+    return Served(client_ms, instances, told, page.read_text())
 
 
 def of_client(served: Served, name: str) -> pl.DataFrame:
@@ -268,22 +250,8 @@ def test_the_parts_of_each_request_add_up(served):
 
 def test_the_table_and_the_page_name_what_the_connector_took(served):
     for name in ("d", "p"):
-        assert re.search(rf"^{name}/\S+: vLLM ", served.told, re.MULTILINE)
+        assert re.search(rf"\b{name}/\S+: vLLM ", served.told)
     assert "worker.get_finished" in served.told
-    assert "The connector's share of a request's time" in served.page
+    assert "The connector's share of what users wait for" in served.page
     assert "cmpl-pulled0-0" in served.page
     assert "Warnings" not in served.told
-
-
-def test_what_mooncake_s_get_finished_waits_for_is_named(served):
-    """Upstream's: two round trips to an event loop in each step."""
-    (flame,) = served.flames
-    steps = flame.threads[0]
-    assert steps.name == "MainThread"
-    waits_us = 0.0
-    for stack, us in zip(steps.stacks, steps.us, strict=True):
-        names = [flame.frames[at].partition(" ")[0] for at in stack]
-        if "MooncakeConnectorWorker.get_finished" in names:
-            after = names[names.index("MooncakeConnectorWorker.get_finished") :]
-            waits_us += us * ("Future.result" in after)
-    assert 0 < waits_us < 0.9 * sum(steps.us)

@@ -2,12 +2,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
+import polars as pl
 import pytest
 
 from kvtax import cli
+from kvtax.look.digest import StepDigest
 from kvtax.look.instances import Instance, read_instances
+from kvtax.steps.parts import STEP_PARTS
 from tests.look.made_up_server import Server, served
 
 
@@ -20,6 +24,28 @@ def server(tmp_path) -> Server:
 def records(tmp_path) -> Path:
     """Records of 400 steps and 50 requests."""
     return served(tmp_path / "records").write()
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No line of the terminal is broken."""
+    monkeypatch.setenv("COLUMNS", "100000")
+
+
+def digest_of(steps: pl.DataFrame) -> StepDigest:
+    """Sum up steps of 100 us each, of which the table has some columns."""
+    rest = {
+        "step_id": pl.int_range(pl.len()),
+        "t_ns": 100_000 * pl.int_range(pl.len()),
+        "end_ns": 100_000 * pl.int_range(1, pl.len() + 1),
+        "execute_model_us": pl.lit(1.0),
+        **{f"{part}_us": pl.lit(100.0) for part in ("step", "alone", "followed")},
+        **{name: pl.lit(1.0) for name in ("scheduled", "waiting", *STEP_PARTS)},
+    }
+    missing = {name: of for name, of in rest.items() if name not in steps.columns}
+    digest = StepDigest()
+    digest.add(steps.with_columns(**missing))
+    return digest
 
 
 def main(arguments: list[str]) -> int:
@@ -37,3 +63,10 @@ def only(folder: Path) -> Instance:
 def page_data(page: Path) -> dict:
     data = page.read_text().partition('id="data">')[2].partition("</script>")[0]
     return json.loads(data)
+
+
+def flat(sections: list[dict]) -> Iterator[dict]:
+    """Yield sections, also those behind a click."""
+    for section in sections:
+        yield section
+        yield from flat(section.get("sections", []))

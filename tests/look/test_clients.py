@@ -26,7 +26,7 @@ from kvtax.records.requests import (
     hashed_id,
     ids_of_completion,
 )
-from tests.look.conftest import main, page_data
+from tests.look.conftest import flat, main, page_data
 from tests.look.made_up_server import served
 
 # What every request waited for outside its engine.
@@ -102,62 +102,6 @@ def ms(request: dict) -> tuple[float, float]:
     return tuple(
         (told[moment] - told["sent_ns"]) / 1e6
         for moment in ("first_token_ns", "end_ns")
-    )
-
-
-def aiperf(path: Path, requests: dict[str, dict]) -> Path:
-    """`profile_export.jsonl`; aiperf's own token counts are those of its tokenizer."""
-    lines = []
-    for number, (name, request) in enumerate(requests.items()):
-        ttft_ms, e2e_ms = ms(request)
-        metadata = {
-            "session_num": number,
-            "x_request_id": name,
-            "x_correlation_id": f"c{number}",
-            "request_start_ns": 1_800_000_000_000_000_000 + number,
-            "request_end_ns": 1_800_000_000_000_000_000 + round(e2e_ms * 1e6),
-            "worker_id": "worker_1",
-            "benchmark_phase": "profiling",
-            "was_cancelled": False,
-            "cancellation_time_ns": None,
-        }
-        metrics = {
-            "input_sequence_length": {"value": 3, "unit": "tokens"},
-            "output_sequence_length": {"value": 4, "unit": "tokens"},
-            "time_to_first_token": {"value": ttft_ms, "unit": "ms"},
-            "inter_chunk_latency": {"value": [1.5, 2.5], "unit": "ms"},
-            "request_latency": {"value": e2e_ms, "unit": "ms"},
-        }
-        lines.append({"metadata": metadata, "metrics": metrics, "error": None})
-    return write_json(path, *lines)
-
-
-def guidellm(path: Path, requests: dict[str, dict], prefix: str = "cmpl-") -> Path:
-    """`benchmarks.json`."""
-    successful = []
-    for name, request in requests.items():
-        ttft_ms, e2e_ms = ms(request)
-        successful.append(
-            {
-                "type_": "generative_request_stats",
-                "request_id": f"own-{name}",
-                "response_id": f"{prefix}{name}",
-                "request_latency": e2e_ms / 1e3,
-                "time_to_first_token_ms": ttft_ms,
-                "prompt_tokens": 1,
-                "output_tokens": 1,
-                "info": {"timings": {"request_start": 1.8e9}},
-            }
-        )
-    broken_down = {"successful": successful, "incomplete": [], "errored": []}
-    return write_json(
-        path,
-        {
-            "type_": "generative_benchmarks_report",
-            "metadata": {"version": 1, "guidellm_version": "0.8.1"},
-            "args": {"backend": "openai_http"},
-            "benchmarks": [{"type_": "generative_benchmark", "requests": broken_down}],
-        },
     )
 
 
@@ -266,7 +210,7 @@ def test_the_table_and_the_page_say_what_lies_outside_the_engine(tmp_path, capsy
     rows = {row[1]: row[2:] for row in lines if len(row) > 3 and "of it" in row[1]}
     assert rows["of it before the engine"] == ["0.3", "0.3", "0.3"]
     assert rows["of it on the way"] == ["3.0", "3.0", "3.0"]
-    (line,) = [s for s in page_data(page)["sections"] if s["kind"] == "timeline"]
+    (line,) = [s for s in flat(page_data(page)["sections"]) if s["kind"] == "timeline"]
     columns = line["requests"]["columns"]
     for i in range(50):
         parts = ("before the engine ms", "E2E ms", "on the way ms")
@@ -282,15 +226,11 @@ def test_without_clients_nothing_is_said_of_them(tmp_path, capsys):
     assert "client's" not in (tmp_path / "page.html").read_text()
 
 
-@pytest.mark.parametrize("client", ["replayer", "aiperf"])
-def test_a_prefill_elsewhere_is_not_what_the_client_waited_for(tmp_path, client):
-    names = UUIDS if client == "aiperf" else [f"s/{number}" for number in range(50)]
+def test_a_prefill_elsewhere_is_not_what_the_client_waited_for(tmp_path):
+    names = [f"s/{number}" for number in range(50)]
     serve(tmp_path / "p", names, output_tokens=1)
     sent = serve(tmp_path / "d", names, output_tokens=30)
-    if client == "aiperf":
-        aiperf(tmp_path / "profile_export.jsonl", sent)
-    else:
-        replay(tmp_path, replayed(sent))
+    replay(tmp_path, replayed(sent))
     (d, p), clients = joined(tmp_path)
     assert (d.name, known(d), known(p)) == ("d", 50, 0)
     assert clients.warnings == []
@@ -496,8 +436,6 @@ def as_chats(folder: Path, names: list[str]) -> None:
 
 BENCH = [f"bench-{number}" for number in range(50)]
 OTHERS = {
-    "aiperf": lambda path, sent: aiperf(path / "profile_export.jsonl", sent),
-    "guidellm": lambda path, sent: guidellm(path / "benchmarks.json", sent),
     "bench, prefix": lambda path, sent: vllm_bench(
         path / "openai-infqps.json", sent, request_id_prefix="bench-"
     ),
@@ -509,15 +447,11 @@ OTHERS = {
 
 @pytest.mark.parametrize("kind", ["completions", "chats"])
 @pytest.mark.parametrize("client", OTHERS)
-def test_clients_of_other_programs_are_joined(tmp_path, client, kind, capsys):
-    names = BENCH if "bench" in client else UUIDS
-    recorded = serve(tmp_path / "records", names)
+def test_requests_of_vllm_bench_are_joined(tmp_path, client, kind, capsys):
+    recorded = serve(tmp_path / "records", BENCH)
     if kind == "chats":
-        as_chats(tmp_path / "records", names)
-    if (client, kind) == ("guidellm", "chats"):
-        guidellm(tmp_path / "benchmarks.json", recorded, "chatcmpl-")
-    else:
-        OTHERS[client](tmp_path, recorded)
+        as_chats(tmp_path / "records", BENCH)
+    OTHERS[client](tmp_path, recorded)
     ((instance,), clients) = joined(tmp_path / "records")
     assert clients.warnings == instance.warnings == []
     assert known(instance) == 50
@@ -546,55 +480,55 @@ def test_a_client_without_ids_says_what_would_give_them(tmp_path):
     assert "--metadata request_id_prefix" in warning.remedy
 
 
+SGLANG = {
+    "backend": "vllm-chat",
+    "dataset_name": "random",
+    "request_rate": float("inf"),
+    "completed": 2,
+    "input_lens": [10, 12],
+    "output_lens": [5, 6],
+    "ttfts": [0.01, 0.02],
+    "itls": [[0.01] * 4, [0.01] * 5],
+    "errors": ["", ""],
+}
+DETAILS = ("input_lens", "output_lens", "ttfts", "itls", "errors")
+REFUSED = {
+    "sglang.bench_serving": SGLANG,
+    "sglang.bench_serving without": {
+        name: value for name, value in SGLANG.items() if name not in DETAILS
+    },
+    "without --save-detailed": {"request_rate": 8, "completed": 2, "num_prompts": 2},
+    "guidellm": {"metadata": {"guidellm_version": "0.8.1"}, "benchmarks": []},
+    "aiperf": {
+        "metadata": {"x_request_id": "1", "request_start_ns": 1},
+        "metrics": {},
+    },
+}
+
+
+@pytest.mark.parametrize("program", REFUSED)
+@pytest.mark.parametrize("file", ["result.json", "rate_inf.jsonl"])
+def test_a_file_of_another_program_is_named_with_the_reason(
+    tmp_path, program, file, capsys
+):
+    serve(tmp_path / "r", BENCH)
+    write_json(tmp_path / "r" / file, REFUSED[program])
+    assert main([str(tmp_path / "r"), "--out", str(tmp_path / "page.html")]) == 2
+    out = " ".join(capsys.readouterr().out.split())
+    assert file in out
+    assert program.removesuffix(" without") in out
+    assert "not read, because" in out
+    assert "malformed" not in out
+
+
 def test_documents_that_only_resemble_a_client_s_are_none(tmp_path):
     serve(tmp_path / "r", BENCH)
-    (tmp_path / "r" / "config.json").write_text('{"x_request_id": 1, "metrics": {}}')
+    (tmp_path / "r" / "config.json").write_text('{"x_request_id": 1, "benchmarks": []}')
     (tmp_path / "r" / "notes.json").write_text("{")
     (tmp_path / "r" / "binary.json").write_bytes(b"\xff\x00" * 99)
     ((instance,), clients) = joined(tmp_path)
     assert clients.warnings == []
     assert known(instance) == 0
-
-
-@pytest.mark.parametrize("bad", ["{", '"\\ud800', "\x00", '{"metadata": 2**99}', "[]"])
-def test_a_bad_line_of_aiperf_hides_no_other(tmp_path, bad):
-    path = aiperf(tmp_path / "profile_export.jsonl", serve(tmp_path / "r", UUIDS))
-    lines = path.read_text().splitlines()
-    path.write_text("\n".join([*lines[:3], bad, *lines[3:]]))
-    ((instance,), clients) = joined(tmp_path)
-    assert known(instance) == 50
-    (warning,) = clients.warnings
-    assert "profile_export.jsonl:4: " in warning.message
-
-
-def aiperf_lines(folder: Path) -> tuple[Path, list[dict]]:
-    """A file of aiperf and its lines, to change."""
-    path = aiperf(folder / "profile_export.jsonl", serve(folder / "r", UUIDS))
-    return path, [json.loads(line) for line in path.read_text().splitlines()]
-
-
-UNKNOWN_UNIT = "request_latency has the unknown unit 'fortnights'"
-
-
-@pytest.mark.parametrize(
-    ("metric", "value", "joins", "why"),
-    [
-        ("request_latency", {"value": 5, "unit": "fortnights"}, 49, [UNKNOWN_UNIT]),
-        ("usage_prompt_tokens", {"value": 1e300, "unit": "tokens"}, 50, []),
-    ],
-)
-def test_a_metric_that_cannot_be_is_named_or_not_known(
-    tmp_path, metric, value, joins, why
-):
-    path, lines = aiperf_lines(tmp_path)
-    lines[1]["metrics"][metric] = value
-    write_json(path, *lines)
-    ((instance,), clients) = joined(tmp_path)
-    assert known(instance) == joins
-    assert len(clients.warnings) == len(why)
-    for warning, words in zip(clients.warnings, why, strict=True):
-        assert "profile_export.jsonl:2: " in warning.message
-        assert words in warning.message
 
 
 def test_results_whose_lists_differ_are_named_and_hide_nothing(tmp_path, capsys):
@@ -607,20 +541,6 @@ def test_results_whose_lists_differ_are_named_and_hide_nothing(tmp_path, capsys)
     told = capsys.readouterr().out
     assert f"{path}:1: lists of different lengths" in told
     assert ", 50 requests" in told
-
-
-def test_requests_of_aiperf_without_a_stream_or_an_answer(tmp_path):
-    path, lines = aiperf_lines(tmp_path)
-    lines[1]["error"] = {"code": 499, "type": "RequestCancellationError"}
-    lines[2]["metadata"]["was_cancelled"] = True
-    lines[3]["metrics"] = {"error_isl": {"value": 5, "unit": "tokens"}}
-    for line in lines[4:]:
-        del line["metrics"]["time_to_first_token"]
-    write_json(path, *lines)
-    ((instance,), clients) = joined(tmp_path)
-    assert known(instance) == 47
-    assert instance.requests["client_ttft_us"].count() == 1
-    assert kinds(clients)["client_failed"].startswith("3 requests")
 
 
 @pytest.mark.parametrize("layout", ["long", "indented", "appended"])
@@ -638,32 +558,3 @@ def test_a_long_or_indented_result_of_vllm_bench_is_joined(tmp_path, layout):
     ((instance,), clients) = joined(tmp_path / "records")
     assert clients.warnings == instance.warnings == []
     assert known(instance) == 50
-
-
-@pytest.mark.parametrize(
-    ("response", "engine"),
-    [
-        ("resp_{}", ["resp_{}_0"]),
-        ("chatcmpl-{}", ["0_chatcmpl-{}", "1_chatcmpl-{}"]),
-        ("cmpl-{}", ["cmpl-{}-0", "cmpl-{}-1"]),
-    ],
-)
-def test_requests_of_several_answers_or_turns_are_joined_to_the_last(
-    tmp_path, response, engine
-):
-    recorded = serve(tmp_path / "records", UUIDS)
-    path = tmp_path / "records" / "engine_request.jsonl"
-    header, *lines = path.read_text().splitlines()
-    by_id = {ids_of_completion(name)[1]: name for name in UUIDS}
-    written = [header]
-    for line in map(json.loads, lines):
-        for number, one in enumerate(engine):
-            plain = one.format(by_id[line["id"]])
-            ended_ns = line["finished_ns"] - 1_000 * (len(engine) - 1 - number)
-            written.append(json.dumps(line | {"id": plain, "finished_ns": ended_ns}))
-    path.write_text("\n".join(written) + "\n")
-    guidellm(tmp_path / "benchmarks.json", recorded, response.partition("{")[0])
-    ((instance,), clients) = joined(tmp_path / "records")
-    assert clients.warnings == []
-    joined_ids = instance.requests.drop_nulls("client_e2e_us")["id"]
-    assert sorted(joined_ids) == sorted(engine[-1].format(name) for name in UUIDS)

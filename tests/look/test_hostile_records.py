@@ -23,9 +23,9 @@ from kvtax.look.prometheus import serve
 from kvtax.look.requests import TIMED_PARTS, WAITS
 from kvtax.paths import REPOSITORY
 from kvtax.records.files import is_torn
-from kvtax.steps import life, parquet_cache
+from kvtax.steps import life
 from tests.look.conftest import main, only
-from tests.look.made_up_server import FIRST_NS, Server, served
+from tests.look.made_up_server import Server, served
 
 STEPS = 400  # of the fixture `records`
 ENGINE, WORKER, REQUEST = (
@@ -298,7 +298,7 @@ BROKEN = {
     "brace": (b"{\n", NO_HEADER),
     "NULs": (b"\0" * 4096, NO_HEADER),
 }
-FILES = [ENGINE, WORKER, REQUEST, "stacks.7.json"]
+FILES = [ENGINE, WORKER, REQUEST]
 
 
 @pytest.mark.parametrize("how", [*list(BROKEN)[:3], *slow(*list(BROKEN)[3:])])
@@ -313,8 +313,6 @@ def test_a_broken_file_is_named_and_hides_no_other(records, capsys, file, how):
         make(path)
     status, told = shown(records, capsys)
     assert status == 2
-    # Stacks are one document, without a header.
-    why = "" if (file, why) == (FILES[-1], NO_HEADER) else why
     assert f"{path}{why}" in told
     assert told.count("400 steps in") == 2 - (file == ENGINE)
 
@@ -328,41 +326,18 @@ def test_a_header_whose_moment_cannot_be_is_named(tmp_path, capsys, field):
     assert f"{server.folder / ENGINE}:1: bad record" in told
 
 
-SAMPLE = {"t_ns": FIRST_NS, "thread": 0, "stack": 0}
-
-
-@pytest.mark.parametrize("bad", [{"t_ns": 2**64}, {"thread": 1}, {"stack": -1}])
-def test_samples_that_cannot_be_are_named_and_hide_nothing(records, capsys, bad):
-    path = records / "stacks.7.json"
-    stacks = {
-        "schema": "kvtax.sampled_stacks/1",
-        "pid": 7,
-        "rate_hz": 25,
-        "py_spy": "0.4",
-        "threads": [{"tid": 7, "name": "MainThread"}],
-        "frames": ["step (core.py:1)"],
-        "stacks": [[0]],
-        "samples": [[*(SAMPLE | bad).values()]],
-    }
-    path.write_text(json.dumps(stacks))
-    status, told = shown(records, capsys)
-    assert status == 2
-    assert f"{path}: " in told and "400 steps in" in told
-
-
 def test_a_life_that_is_removed_meanwhile_hides_no_other(records, monkeypatch, capsys):
     served(records / "second").write()
-    read = life.read_steps
+    reader = life.StepReader
 
-    def removed(path, *args, **kwargs):
-        steps = read(path, *args, **kwargs)
+    def removed(path, *args):
+        opened = reader(path, *args)
         if path.parent == records:
-            for one in records.glob("*.jsonl"):
-                one.unlink()
-        return steps
+            for file in records.glob("*.jsonl"):
+                file.unlink()
+        return opened
 
-    monkeypatch.setattr(life, "read_steps", removed)
-    monkeypatch.setattr(parquet_cache, "FEWEST_STEPS", 10)
+    monkeypatch.setattr(life, "StepReader", removed)
     main([str(records)])
     assert "second: vLLM 0.18.1, 400 steps in" in capsys.readouterr().out
 
@@ -482,23 +457,19 @@ def test_a_folder_that_may_not_be_read_is_named_and_hides_no_other(
 
 @pytest.mark.slow
 def test_a_name_that_is_no_text_is_shown_in_all_that_is_written(
-    records, tmp_path, monkeypatch, capfd
+    records, tmp_path, capfd
 ):
-    monkeypatch.setattr(parquet_cache, "FEWEST_STEPS", 10)
-    monkeypatch.setattr(parquet_cache, "QUIET_S", -1)
     folder = Path(os.fsdecode(os.fsencode(records) + b"-\xff"))
     life = served(folder / os.fsdecode(b"life-\xfe\x1b[2J"))
     replace_line(life.write() / ENGINE, 8, b"{")
-    files = {name: tmp_path / name for name in ("page.html", "trace", "sum")}
-    page, trace, summary = map(str, files.values())
-    for _ in range(2):
-        # The second time from what was kept.
-        assert main([str(folder), "--out", page, "--perfetto", trace]) == 2
-    assert main([str(folder), "--summary", summary]) == 2
+    files = {name: tmp_path / name for name in ("page.html", "trace", "tar")}
+    page, trace, tar = map(str, files.values())
+    assert main([str(folder), "--out", page, "--perfetto", trace]) == 2
+    assert main([str(folder), "--bundle", tar]) == 0
     told = capfd.readouterr().out
     assert "life-\\udcfe\\x1b[2J: vLLM" in told
     assert "\\udcfe" in files["page.html"].read_text()
-    server = serve(Watched(folder), "127.0.0.1:0")
+    server = serve(Watched(folder), "127.0.0.1", 0)
     try:
         url = f"http://127.0.0.1:{server.server_port}/metrics"
         with urllib.request.urlopen(url) as answer:
@@ -524,7 +495,7 @@ def test_a_terminal_without_our_letters_gets_the_table(records):
     assert b"400 steps in" in done.stdout
 
 
-@pytest.mark.parametrize("option", ["--out", "--perfetto", "--summary"])
+@pytest.mark.parametrize("option", ["--out", "--perfetto", "--bundle"])
 @pytest.mark.parametrize("name", ["", ".", "/", "folder"])
 def test_a_folder_in_the_place_of_a_file_is_refused_and_nothing_left(
     records, tmp_path, monkeypatch, capsys, option, name

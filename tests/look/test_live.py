@@ -20,11 +20,11 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from rich.console import Console
 
-from kvtax.look.live import LiveTotals, Watched, follow, spark, view
+from kvtax.look.live import Watched
 from kvtax.look.prometheus import Collector, serve
 from kvtax.paths import REPOSITORY
+from tests.look.conftest import main
 from tests.look.made_up_server import FIRST_NS, Server, served
 
 METHOD = "worker.get_finished"
@@ -127,51 +127,62 @@ def test_a_life_that_is_removed_is_let_go_of(tmp_path):
     assert watched.read()["one"].steps == 20
 
 
-def test_what_is_shown_is_of_the_last_second(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("kvtax.look.live.EVERY_S", 0.01)
-    folder = served(tmp_path / "records", steps=100).write()
-    follow(Watched(folder), seconds=0.05)
-    shown = capsys.readouterr().out
-    # All was there before the first look.
-    assert "records: 0 steps/s" in shown
-    assert METHOD in shown
+def test_a_restarted_engine_keeps_its_series_and_a_dead_one_has_no_gauge(tmp_path):
+    """Two hundred restarts add nothing; gauges are of the life that writes now."""
+    series = set()
+    watched = Watched(tmp_path)
+    for number in range(200):
+        life = f"20261128T{number // 60:02}{number % 60:02}00.000000Z-vm-dp0-{number}"
+        served(tmp_path / life, steps=3).write()
+        if number % 50 == 49:
+            (totals,) = watched.read().values()
+            series.add(len(generate_latest(registry_of(watched)).splitlines()))
+            assert totals.steps == 3 * (number + 1)
+            assert totals.present is not None
+    assert len(series) == 1
+    assert set(watched.read()) == {"vm-dp0"}
+    for life in tmp_path.iterdir():
+        for path in life.iterdir():
+            os.utime(path, (1, 1))
+    assert watched.read()["vm-dp0"].present is None
+    text = generate_latest(registry_of(watched)).decode()
+    assert "kvtax:num_requests_running{" not in text
+    assert 'kvtax:step_seconds_count{instance_name="vm-dp0"} 600.0' in text
 
 
-def test_of_the_requests_that_ended_since_the_longest_are_shown(
-    tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setattr("kvtax.look.live.EVERY_S", 0.01)
-    server = served(tmp_path / "records", steps=100)
-    folder = server.write()
-    path = folder / "engine_request.jsonl"
-    whole = path.read_text()
-    path.write_text(whole.partition("\n")[0] + "\n")
-    watched = Watched(folder)
-    watched.read()
-    path.write_text(whole)
-    told = watched.read()["records"].minus(LiveTotals())
-    assert len(told["ended"]) == len(server.requests)
-    lengths = {
-        one["id"]: (one["finished_ns"] - one["arrival_ns"]) / 1e6
-        for one in server.requests
-    }
-    longest = max(lengths, key=lengths.__getitem__)
-    Console().print(view("records", told, []))
-    shown = capsys.readouterr().out
-    assert longest in shown
-    assert sum(name in shown for name in lengths) == 3
+def registry_of(watched: Watched) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    registry.register(Collector(watched))
+    return registry
 
 
-def test_the_highest_value_has_the_highest_bar():
-    assert spark([0, 1, 2]) == "▁▅█" or spark([0, 1, 2]) == "▁▄█"
-    assert spark([0, 0]) == "▁▁"
-    assert spark([]) == ""
+def test_the_first_scrape_reads_no_more_than_it_has_time_for(tmp_path, monkeypatch):
+    """What comes later counts, and the gauges are those of the last step."""
+    server = served(tmp_path / "records", steps=400)
+    path = server.write() / "engine_step.jsonl"
+    monkeypatch.setattr("kvtax.look.live.MOST_AT_START", 1_000)
+    watched = Watched(server.folder)
+    totals = watched.read()["records"]
+    assert totals.steps == 1
+    assert totals.present.cache_blocks == server.steps[-1]["cache_size"]
+    line = path.read_bytes().splitlines(keepends=True)[-1]
+    with path.open("ab") as file:
+        file.write(10 * line)
+    assert watched.read()["records"].steps == 11
+
+
+def test_a_line_that_is_deeper_than_any_record_is_a_bad_one(tmp_path):
+    server = served(tmp_path / "records", steps=20)
+    with (server.write() / "engine_step.jsonl").open("a") as file:
+        file.write("[" * 200_000 + "\n")
+    totals = Watched(server.folder).read()["records"]
+    assert (totals.steps, totals.bad_lines) == (20, 1)
 
 
 @contextmanager
 def served_metrics(folder: Path) -> Iterator[str]:
     """Serve what is recorded in a folder; the URL."""
-    http = serve(Watched(folder), "127.0.0.1:0")
+    http = serve(Watched(folder), "127.0.0.1", 0)
     try:
         yield f"http://127.0.0.1:{http.server_port}/metrics"
     finally:
@@ -275,34 +286,50 @@ def test_a_connector_that_was_not_timed_has_no_metric(tmp_path):
     assert sorted(filter(None, parts)) == ["model", "scheduler"]
 
 
-@pytest.mark.parametrize("address", ["9109", "localhost:", "127.0.0.1:http"])
-def test_a_wrong_address_says_what_is_wanted(tmp_path, address):
-    with pytest.raises(ValueError, match="want HOST:PORT"):
-        serve(Watched(tmp_path), address)
+@pytest.mark.parametrize(
+    "address", ["9109", "localhost:", "127.0.0.1:http", "[::1:9109", "::1", "a:b:1"]
+)
+def test_a_wrong_address_says_what_is_wanted(tmp_path, address, capsys):
+    with pytest.raises(SystemExit):
+        main([str(tmp_path), "--prometheus", address])
+    assert "HOST:PORT expected" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "number"),
-    [
-        (["--follow"], signal.SIGINT),
-        (["--prometheus", "127.0.0.1:0"], signal.SIGINT),
-        (["--prometheus", "127.0.0.1:0"], signal.SIGTERM),
-    ],
-)
-def test_watching_ends_at_once_with_a_signal(tmp_path: Path, how, number):
+@pytest.mark.parametrize("address", ["127.0.0.1:0", "[::1]:0", "::1:0"])
+def test_the_address_that_is_printed_can_be_scraped(tmp_path, address):
     folder = served(tmp_path / "records", steps=20).write()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kvtax", "look", str(folder), *how],
+    with watching(folder, address) as process:
+        url = re.search(r"http://\S+/metrics", process.stdout.readline())[0]
+        assert scraped(url)["kvtax:step_seconds_count", ("instance_name", "records")]
+
+
+@contextmanager
+def watching(folder: Path, address: str) -> Iterator[subprocess.Popen]:
+    """A command that serves what is recorded in a folder."""
+    command = [sys.executable, "-m", "kvtax", "look", str(folder)]
+    with subprocess.Popen(
+        [*command, "--prometheus", address],
         cwd=REPOSITORY,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
-    assert process.stdout.readline().startswith("watching")
-    time.sleep(0.5)
-    assert process.poll() is None
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=120)
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_watching_ends_at_once_with_a_signal(tmp_path: Path, number):
+    folder = served(tmp_path / "records", steps=20).write()
+    with watching(folder, "127.0.0.1:0") as process:
+        assert process.stdout.readline().startswith("watching")
+        time.sleep(0.5)
+        assert process.poll() is None
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=120)
     assert process.returncode == 128 + number
     assert "Traceback" not in errors

@@ -9,17 +9,13 @@ import os
 import pty
 import subprocess
 import sys
-import time
 from contextlib import suppress
 
 import pytest
-from polars.testing import assert_frame_equal
 
 from kvtax.look.instances import read_instances
-from kvtax.look.live import Watched, follow
 from kvtax.paths import REPOSITORY
 from kvtax.records import RecordsError
-from kvtax.steps import parquet_cache
 from tests.look.conftest import main, only, page_data
 from tests.look.made_up_server import FIRST_NS, Server, served
 
@@ -142,25 +138,41 @@ def test_records_without_step_timing_v2_are_still_shown(tmp_path, capsys):
 
 
 def test_two_servers_stand_side_by_side(tmp_path, capsys):
-    for name, seed in (("before", 1), ("after", 2)):
-        served(tmp_path / "records" / name, seed=seed).write()
+    for name, us in (("before", 20), ("after", 400)):
+        server = Server(tmp_path / "records" / name)
+        for _ in range(400):
+            server.step(get_finished_us=us)
+        server.write()
     look(tmp_path / "records", tmp_path, capsys)
     data = page_data(tmp_path / "page.html")
-    first = data["sections"][0]
-    assert first["title"] == "Side by side"
-    assert first["columns"][:2] == ["instance", "% of time"]
-    rows = {
-        row[0]: dict(zip(first["columns"], row, strict=True)) for row in first["rows"]
-    }
-    assert {*rows} == {"after", "before"}
-    shares = [row["% of time"] for row in rows.values()]
-    assert shares == sorted(shares, reverse=True)
+    assert data["answer"][0].startswith("**after.** The connector adds")
+    bars = data["sections"][0]
+    assert [bar["name"] for bar in bars["bars"]] == ["after", "before"]
     instances, _ = read_instances(tmp_path / "records")
-    for instance in instances:
-        steps, row = instance.steps, rows[instance.name]
-        for part in ("step", "model", "scheduler", "connector"):
-            mean_us = pytest.approx(steps[f"{part}_us"].mean(), abs=0.1)
-            assert row[f"{part} µs"] == mean_us
+    steps_of = {instance.name: instance.steps for instance in instances}
+    for bar in bars["bars"]:
+        steps = steps_of[bar["name"]]
+        for part, us in zip(bars["parts"], bar["values"], strict=True):
+            column = "other_us" if part == "the rest" else f"{part}_us"
+            assert us == pytest.approx(steps[column].mean(), abs=0.1)
+        assert sum(bar["values"]) == pytest.approx(steps["step_us"].mean(), abs=0.1)
+
+
+def test_equal_servers_are_one_card_and_another_is_shown(tmp_path, capsys):
+    for rank in range(32):
+        server = Server(tmp_path / "records" / f"dp{rank}")
+        for _ in range(60):
+            server.step(get_finished_us=400 if rank == 17 else 20)
+        server.write()
+    _, out, page = look(tmp_path / "records", tmp_path, capsys)
+    assert "31 equal servers: dp0, dp1, dp2 and 28 more" in out
+    assert out.startswith("dp17. The connector adds 405.0")
+    assert len(out.splitlines()) < 30
+    names = [
+        bar["name"] for bar in page_data(tmp_path / "page.html")["sections"][0]["bars"]
+    ]
+    assert names[0] == "dp17" and len(names) == 2
+    assert len(page) < 1_500_000
 
 
 def life(folder, number: int, rank: int = 0, pid: int = 7, seed: int = 1) -> Server:
@@ -173,26 +185,14 @@ def life(folder, number: int, rank: int = 0, pid: int = 7, seed: int = 1) -> Ser
     return server
 
 
-def test_lives_and_engines_are_told_apart_and_summed_up(tmp_path, capsys):
+def test_lives_of_an_engine_are_equal_servers(tmp_path, capsys):
     folder = tmp_path / "records"
-    for number, rank in ((1, 0), (2, 0), (1, 1)):
-        life(folder, number, rank, seed=number + rank).write()
-    status, told, _ = look(folder, tmp_path, capsys)
+    for number in range(5):
+        life(folder, number).write()
+    status, out, _ = look(folder, tmp_path, capsys)
     assert status == 0
-    assert "In all: 2 engines with 3 lives, 1,200 steps in " in told
-    data = page_data(tmp_path / "page.html")
-    assert data["answer"][0].startswith("In all: 2 engines with 3 lives")
-    lines = [s for s in data["sections"] if s["kind"] == "timeline"]
-    restarted, other = sorted(lines, key=lambda line: -len(line["t_s"]))
-    assert restarted["title"] == "gpu-a-dp0"
-    assert restarted["restarts_s"] == [pytest.approx(100, abs=1)]
-    assert other["restarts_s"] == []
-    assert restarted["t_s"] == sorted(restarted["t_s"])
-    assert sum(restarted["steps"]) == 800
-    for values in (*restarted["parts"].values(), restarted["slowest_us"]):
-        assert len(values) == len(restarted["t_s"])
-    gap = restarted["steps"].index(0, 40)
-    assert all(values[gap] is None for values in restarted["parts"].values())
+    assert out.startswith("5 equal servers: ")
+    assert out.count("The connector adds") == 1
 
 
 def test_one_life_of_several_that_cannot_be_read_hides_no_other(tmp_path, capsys):
@@ -204,7 +204,7 @@ def test_one_life_of_several_that_cannot_be_read_hides_no_other(tmp_path, capsys
     status, told, _ = look(folder, tmp_path, capsys)
     assert status == 2
     assert f"{bad}:1: no header line" in told
-    assert "In all: 1 engine with 2 lives, 800 steps" in told
+    assert "2 equal servers: " in told
 
 
 def test_sampled_steps_say_so_and_split_no_request(tmp_path, capsys):
@@ -221,9 +221,7 @@ def test_sampled_steps_say_so_and_split_no_request(tmp_path, capsys):
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x1b[31mred \u202egnp.exe \x9b5n \u2028 a\tb"
 
 
-def test_control_characters_in_names_are_shown_and_not_obeyed(
-    tmp_path, capsys, monkeypatch
-):
+def test_control_characters_in_names_are_shown_and_not_obeyed(tmp_path, capsys):
     server = served(tmp_path / "records")
     for request in server.requests:
         request["id"] = HOSTILE
@@ -238,8 +236,6 @@ def test_control_characters_in_names_are_shown_and_not_obeyed(
     (folder / HOSTILE).mkdir()
     (folder / HOSTILE / "requests.jsonl").write_text("{")
     assert main([str(folder), "--out", str(tmp_path / "page.html")]) == 2
-    monkeypatch.setattr("kvtax.look.live.EVERY_S", 0.01)
-    follow(Watched(folder), seconds=0.02)
     told = capsys.readouterr().out
     assert "\\x1b]0;owned\\x07" in told
     assert "\\u202egnp.exe" in told
@@ -271,85 +267,12 @@ def test_a_page_that_cannot_be_written_says_what_to_do(records, capsys):
     assert "name another file with --out" in captured.err
 
 
-KEPT = "engine_step.parquet"
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch):
-    monkeypatch.setattr(parquet_cache, "FEWEST_STEPS", 10)
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """Records of a server that ended an hour ago, with a torn last line."""
-    folder = served(tmp_path / "records", steps=60).write()
-    with (folder / "engine_step.jsonl").open("a") as file:
-        file.write('{"step')
-    for path in folder.iterdir():
-        age(path, 3_600)
-    return folder
-
-
-def age(path, seconds: float) -> None:
-    then = time.time() - seconds
-    os.utime(path, (then, then))
-
-
-def test_a_second_look_says_what_the_first_did(folder):
-    first = only(folder)
-    assert (folder / KEPT).is_file()
-    second = only(folder)
-    assert_frame_equal(second.steps, first.steps)
-    assert second.warnings == first.warnings != []
-    assert_frame_equal(second.requests, first.requests)
-
-
-def test_it_does_not_read_the_records_again(folder, monkeypatch):
-    only(folder)
-    monkeypatch.setattr("kvtax.steps.life._read", None)
-    only(folder)
-
-
-def test_records_that_changed_are_read_again(folder):
-    only(folder)
-    path = folder / "worker_step.r0.jsonl"
-    path.write_text(path.read_text().replace('"execute_model_us": ', '"gone": '))
-    age(path, 1_800)
-    assert only(folder).steps["model_us"].sum() == 0
-
-
-def test_nothing_is_kept_of_a_server_that_still_writes(folder):
-    age(folder / "engine_step.jsonl", 1)
-    only(folder)
-    assert not (folder / KEPT).exists()
-
-
-@pytest.mark.parametrize("content", [b"", b"PAR1", b"\x00" * 4_000])
-def test_a_kept_file_that_is_torn_is_made_again(folder, content):
-    steps = only(folder).steps
-    (folder / KEPT).write_bytes(content)
-    assert_frame_equal(only(folder).steps, steps)
-    assert (folder / KEPT).stat().st_size > 4_000
-
-
-def test_a_folder_that_cannot_be_written_is_looked_at_all_the_same(folder, monkeypatch):
-    def refuse(*_, **__):
-        raise OSError(30, "Read-only file system")
-
-    monkeypatch.setattr("polars.DataFrame.write_parquet", refuse)
-    assert only(folder).steps.height == 60
-    assert not list(folder.glob("*parquet*"))
-
-
-def test_two_engines_in_one_folder_keep_their_own(folder):
-    path = folder / "engine_step.jsonl"
-    other = folder / "engine_step.other.jsonl"
+def test_two_engines_in_one_folder_keep_their_own(records):
+    path = records / "engine_step.jsonl"
     lines = path.read_text().splitlines(keepends=True)
-    other.write_text("".join(lines[:21]))
-    age(other, 3_600)
-    for _ in range(2):
-        instances, _ = read_instances(folder)
-        assert [one.steps.height for one in instances] == [60, 20]
+    (records / "engine_step.other.jsonl").write_text("".join(lines[:21]))
+    instances, _ = read_instances(records)
+    assert [instance.steps.height for instance in instances] == [400, 20]
 
 
 def test_several_servers_are_compared_and_none_is_dumped(tmp_path, capsys):
@@ -357,8 +280,7 @@ def test_several_servers_are_compared_and_none_is_dumped(tmp_path, capsys):
         served(tmp_path / "records" / name, seed=seed).write()
     assert main([str(tmp_path / "records")]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("In all: 2 engines")
-    assert len([line for line in lines if line.startswith("The connector adds")]) == 2
+    assert lines[0].startswith("2 equal servers: after, before. The connector adds")
     assert not any(line.startswith("us per step") for line in lines)
 
 

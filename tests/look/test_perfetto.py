@@ -148,7 +148,7 @@ def test_too_many_steps_for_a_browser_ask_for_a_window(tmp_path, monkeypatch, ca
     folder = served(tmp_path / "records", steps=101).write()
     options = ["--out", str(tmp_path / "p.html"), "--perfetto", str(tmp_path / "t")]
     assert main([str(folder), *options]) == 2
-    assert "101 steps are too many for one trace" in capsys.readouterr().err
+    assert "101 steps or more are too many for one trace" in capsys.readouterr().err
     assert not (tmp_path / "t").exists()
 
 

@@ -11,15 +11,13 @@ from pathlib import Path
 
 import polars as pl
 import pytest
-from rich.console import Console
 
 from kvtax.look import instances
 from kvtax.look.discover import common_clock, discover
 from kvtax.look.instance_summary import Cost, cost, felt, parts_of_requests
 from kvtax.look.instances import read_instances
-from kvtax.look.live import LiveTotals, Watched, view
-from kvtax.look.page import time_line
 from kvtax.look.requests import TIMED_PARTS, WAITS
+from kvtax.look.time_line import time_line
 from kvtax.records.parts import LONGEST_LINE
 from tests.look.by_line import figures
 from tests.look.conftest import main, only
@@ -65,7 +63,7 @@ def test_calls_before_the_first_step_are_in_no_share(tmp_path, capsys, call):
     assert after.connector.most_us == before.connector.most_us
     assert after.at_start_us == {f"scheduler.{call}": pytest.approx(24_061.7)}
     requests = only(server.folder).requests
-    assert max(felt(requests)["ttft"].values()) < 1
+    assert felt(requests)["ttft"].p99 < 1
     assert requests["e2e.other_us"].min() >= 0
     assert main([str(server.folder), "--out", str(tmp_path / "page.html")]) == 0
     assert f"before the first step, in no share: scheduler.{call} 24.1 ms" in (
@@ -176,15 +174,9 @@ def test_where_steps_overlap_no_share_is_over_100_percent(tmp_path, capsys, long
         assert sum(parts_us).to_list() == pytest.approx(requests[f"{span}_us"])
         methods_us = sum(requests[f"{span}.{name}"] for name in instance.methods)
         assert methods_us.to_list() == pytest.approx(requests[f"{span}.connector_us"])
-    summary = str(tmp_path / "summary")
-    assert main([str(server.folder)]) == main(
-        [str(server.folder), "--summary", summary]
-    )
-    assert main([summary]) == 0
-    recent = Watched(server.folder).read()["records"].minus(LiveTotals())
-    Console().print(view("records", recent, []))
+    assert main([str(server.folder)]) == 0
     shares = re.findall(r"(\d+\.\d+)%", capsys.readouterr().out)
-    assert len(shares) > 20
+    assert len(shares) > 10
     assert max(map(float, shares)) <= 100
 
 

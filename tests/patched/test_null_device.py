@@ -73,7 +73,7 @@ def test_the_host_s_work_is_hidden_only_where_steps_overlap(
     device = read_device_steps(only_life(tmp_path) / "device_step.jsonl").records
     ((instance,), _) = read_instances(tmp_path)
     table = exposed(instance.steps, device)
-    alone = instance.covered_us / instance.steps["step_us"].sum()
+    alone = instance.digest.covered_us / instance.steps["step_us"].sum()
     waited_us = table["exposed.scheduler_us"] + table["exposed.model_us"]
     if null_device == "sync":
         assert step_us > FORWARD_US + waited_us.median()

@@ -32,10 +32,17 @@ from kvtax.records.files import (
     read_lines,
     write_document,
     write_whole,
+    written_whole,
 )
 from kvtax.records.formats import described, table
 from kvtax.records.requests import DriverEnd, read_requests
-from kvtax.records.run import ReadCounts, ReadRecord, ReadsHeader, TrialRecord
+from kvtax.records.run import (
+    ReadCounts,
+    ReadRecord,
+    ReadsHeader,
+    RunRecord,
+    TrialRecord,
+)
 
 HEADER = ReadsHeader(reads_per_s=2.0)
 READS = [
@@ -297,19 +304,14 @@ def test_what_is_no_document_is_named(
 
 
 def test_a_writer_that_fails_leaves_the_old_document(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     path = tmp_path / "trial.json"
     write_document(path, {"schema": "old"})
 
-    def half(self: Path, content: bytes) -> None:
-        with self.open("wb") as file:
-            file.write(content[: len(content) // 2])
+    with pytest.raises(OSError, match="disk full"), written_whole(path) as file:
+        file.write(b"new")
         raise OSError("disk full")
-
-    monkeypatch.setattr(Path, "write_bytes", half)
-    with pytest.raises(OSError, match="disk full"):
-        write_whole(path, b"new content")
     assert msgspec.json.decode(path.read_bytes()) == {"schema": "old"}
 
 
@@ -323,13 +325,31 @@ def test_a_device_is_written_to_and_a_link_stays(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"link", "target"}
 
 
+def test_a_file_that_unpacks_to_gigabytes_is_refused_early(tmp_path: Path) -> None:
+    path = tmp_path / "run.json.gz"
+    path.write_bytes(gzip.compress(bytes(200 << 20)))
+    with pytest.raises(RecordsError, match="over 200 times its size"):
+        read_document(tmp_path / "run.json", RunRecord)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a link to another user")
+def test_a_link_of_another_user_is_not_followed(tmp_path: Path) -> None:
+    link, target = tmp_path / "link", tmp_path / "target"
+    target.write_bytes(b"precious")
+    link.symlink_to(target)
+    os.lchown(link, 65_534, 65_534)
+    with pytest.raises(OSError, match="another user"):
+        write_whole(link, b"x")
+    assert target.read_bytes() == b"precious"
+
+
 FORMATS = {form.name: form for form in formats()}
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_field_of_a_file_is_described(name, capsys):
     """A struct without a description raises."""
-    assert main(["fields", name.replace("*", "x")]) == Exit.GOOD
+    assert main(["look", "--fields", name.replace("*", "x")]) == Exit.GOOD
     assert capsys.readouterr().out == described(FORMATS[name])
 
 
@@ -352,12 +372,12 @@ def test_structs_inside_of_others_are_described():
 
 def test_a_file_is_found_by_its_path_packed_or_not(capsys):
     for path in ("run/plain/r0/worker_step.r3.jsonl", "hosts/mine.json", "run.json.gz"):
-        assert main(["fields", path]) == Exit.GOOD
+        assert main(["look", "--fields", path]) == Exit.GOOD
         assert capsys.readouterr().out.startswith("# ")
 
 
 def test_an_unknown_file_is_bad_input_and_the_known_ones_are_listed(capsys):
-    assert main(["fields", "steps.csv"]) == Exit.BAD_INPUT
+    assert main(["look", "--fields", "steps.csv"]) == Exit.BAD_INPUT
     error = capsys.readouterr().err
     assert "steps.csv" in error and "engine_step.jsonl" in error
 

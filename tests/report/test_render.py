@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 
+import msgspec
 import pytest
 from matplotlib import colors, image
 
@@ -12,6 +13,8 @@ from kvtax.engine.connector import connector_names, load_connector
 from kvtax.records.warning import RunWarning
 from kvtax.report import PALETTE, places, png, render
 from kvtax.report.document import (
+    Bar,
+    Bars,
     Figure,
     Line,
     Page,
@@ -76,7 +79,53 @@ def test_a_terminal_gets_aligned_tables_without_marks():
     assert "A paragraph of code." in lines
     assert "a|b  1,234" in lines
     assert "More" not in lines
-    assert "  a: 1 torn line. Look at server.log." in lines
+    assert "- a: 1 torn line. Look at server.log." in lines
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_no_line_of_words_is_wider_than_the_terminal(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    page = msgspec.structs.replace(PAGE, answer=["many short words " * 30])
+    lines = render.terminal(page).splitlines()
+    assert max(map(len, lines)) <= columns
+    assert len(lines) > 480 / columns
+
+
+BARS = Bars(
+    title="",
+    unit="us",
+    parts=["model", "connector"],
+    bars=[Bar(name="a|b", values=[3.0, 1.0], paragraphs=["- Remedy."])],
+)
+
+
+def test_bars_are_a_table_whose_parts_add_up():
+    page = msgspec.structs.replace(PAGE, sections=[BARS])
+    lines = render.terminal(page).splitlines()
+    assert ["a|b", "4", "3", "1"] in [line.split() for line in lines]
+    assert "- Remedy." in lines
+    assert "| a\\|b | 4 | 3 | 1 |" in render.markdown(page)
+
+
+HOSTILE = "<img src=x onerror=alert(1)>\x1b[2J"
+
+
+def test_markdown_has_no_html_and_no_escapes_of_a_terminal():
+    words = Words(title=HOSTILE, paragraphs=[HOSTILE, f"- {HOSTILE}"])
+    table = Table(title=HOSTILE, note=HOSTILE, columns=[HOSTILE], rows=[[HOSTILE]])
+    hidden = msgspec.structs.replace(table, open=False)
+    verdict = Verdict(name=HOSTILE, verdict="flat", words=HOSTILE)
+    page = Page(
+        title=HOSTILE,
+        question="",
+        answer=[HOSTILE],
+        warnings=[RunWarning("torn_lines", HOSTILE, HOSTILE, HOSTILE)],
+        sections=[words, table, hidden, Verdicts(title=HOSTILE, verdicts=[verdict])],
+        made="",
+    )
+    text = render.markdown(page)
+    assert "<img" not in text and "\x1b" not in text
+    assert text.count("onerror") >= 12
 
 
 def test_html_holds_the_page_as_data():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""File formats of the fleet bench, which `kvtax fields` finds by an entry point."""
+"""File formats of the fleet bench, for `kvtax look --fields`."""
 
 from __future__ import annotations
 

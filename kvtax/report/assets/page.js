@@ -8,7 +8,8 @@ const SHOW = {
   figure: showFigure,
   verdicts: showVerdicts,
   timeline: showTimeLine,
-  flame: showFlame,
+  bars: showBars,
+  group: showGroup,
 };
 
 {

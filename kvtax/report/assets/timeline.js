@@ -3,7 +3,7 @@
 
 // Columns of times in the table of requests.
 const MOST_TIMES = 8;
-const MOST_REQUESTS = 100;
+const MOST_REQUESTS = 10;
 const RIGHT_AXIS = 48;
 const LABEL = 24;
 
@@ -55,27 +55,6 @@ function timeLineParts(section) {
 const interval = (section) => (section.t_s.length > 1 ? section.t_s[1] - section.t_s[0] : 0);
 const end = (section) => (section.t_s.at(-1) ?? 0) + interval(section);
 
-/** Vertical lines where the server was started anew. */
-function restartMarks(section) {
-  return (plot) => {
-    const { ctx, bbox } = plot;
-    ctx.save();
-    ctx.strokeStyle = cssColour("--text");
-    ctx.fillStyle = cssColour("--text");
-    ctx.setLineDash([4, 4]);
-    for (const t of section.restarts_s) {
-      const x = plot.valToPos(t, "x", true);
-      if (x < bbox.left || x > bbox.left + bbox.width) continue;
-      ctx.beginPath();
-      ctx.moveTo(x, bbox.top);
-      ctx.lineTo(x, bbox.top + bbox.height);
-      ctx.stroke();
-      ctx.fillText("restart", x + 4, bbox.top + 14 * devicePixelRatio);
-    }
-    ctx.restore();
-  };
-}
-
 // What dwarfs the connector's part of a step, and is hidden at first.
 const LARGE = ["model", "other"];
 
@@ -113,7 +92,7 @@ function costFigure(section, sync) {
     // As wide as the other figure's right axis, so that moments lie below each other.
     padding: [null, RIGHT_AXIS + LABEL, null, null],
     series,
-    hooks: { draw: [restartMarks(section)], setSeries: [restack] },
+    hooks: { setSeries: [restack] },
     cursor: { sync: { key: sync.key }, drag: { x: true, y: false, setScale: false } },
   };
   return figure("What a step takes, by part",
@@ -161,7 +140,6 @@ function gaugeFigure(section, sync) {
       axis("requests", { scale: "requests", side: 1, size: RIGHT_AXIS,
         labelSize: LABEL, grid: { show: false } })],
     series,
-    hooks: { draw: [restartMarks(section)] },
     cursor: { sync: { key: sync.key }, drag: { x: true, y: false, setScale: false } },
   };
   const columns = ["s", ...section.gauges.map((gauge) => gauge.name)];

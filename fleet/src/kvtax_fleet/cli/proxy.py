@@ -7,7 +7,7 @@ production. The smallest instances file is one line:
 
     instances = ["http://10.0.0.1:8000", "http://10.0.0.2:8000"]
 
-Policies that move KV need more fields: kvtax fields instances.json.
+Policies that move KV need more fields: kvtax look --fields instances.json.
 """
 
 from __future__ import annotations
