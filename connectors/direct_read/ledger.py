@@ -99,6 +99,10 @@ class ChangeCounter(BlockPoolListener):
     def on_cache_reset(self) -> None:
         self.resets += 1
 
+    def on_detached(self) -> None:
+        """Take a count that no peer has, as later resets will not be counted."""
+        self.resets = secrets.randbits(62)
+
     def on_weight_update(self) -> None:
         self.weight_updates += 1
 
@@ -152,6 +156,11 @@ class BlockLedger(ChangeCounter):
         """
         self._cached = [None] * len(self._cached)
         super().on_weight_update()
+
+    def on_detached(self) -> None:
+        """Offer no block again."""
+        self._cached = [None] * self._pool.num_gpu_blocks
+        super().on_detached()
 
     def begin_step(self) -> None:
         self._steps_begun += 1

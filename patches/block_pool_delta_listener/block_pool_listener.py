@@ -2,20 +2,25 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+    Cache = dict[BlockHashWithGroupId, KVCacheBlock | dict[int, KVCacheBlock]]
+
+logger = init_logger(__name__)
 
 
 class BlockPoolListener(ABC):
     """Observer of every change to the contents of a block pool's prefix cache.
 
     The calls come in order, in the scheduler's thread, from within the block
-    pool, after the change: they must be quick and must not change the pool. A
-    listener that raises is called no more, so what it holds is no longer true.
+    pool, after the change: they must be quick and must not change the pool.
     Several blocks can hold the same key.
 
     A block is cached while the step that computes it is scheduled. Who reads it
@@ -34,6 +39,60 @@ class BlockPoolListener(ABC):
     def on_cache_reset(self) -> None:
         """Note that no key finds a block any more."""
 
+    def on_detached(self) -> None:
+        """Withdraw everything: a call raised, and no other call follows.
+
+        The cache still changes, so what the listener holds is soon false.
+        """
+        self.on_cache_reset()
+
+
+class BlockPoolListeners(list[BlockPoolListener]):
+    """Listeners of a block pool.
+
+    Args:
+        cache: What the map of cached blocks holds.
+    """
+
+    def __init__(self, cache: "Cache") -> None:
+        self.cache = cache
+
+    def add(self, listener: BlockPoolListener) -> None:
+        """Add a listener, which first receives what is cached already."""
+        for key, blocks in self.cache.items():
+            if isinstance(blocks, dict):
+                for block_id in blocks:
+                    listener.on_block_cached(key, block_id)
+            else:
+                listener.on_block_cached(key, blocks.block_id)
+        self.append(listener)
+
+    def discard(self, listener: BlockPoolListener) -> None:
+        """Remove a listener, if it is there."""
+        self[:] = [other for other in self if other is not listener]
+
+    def notify(
+        self,
+        change: Literal["on_block_cached", "on_block_evicted", "on_cache_reset"],
+        *arguments: object,
+    ) -> None:
+        """Call all listeners; the pool's change must end, whatever they raise."""
+        # A copy, as a call may add and remove listeners.
+        for listener in tuple(self):
+            try:
+                getattr(listener, change)(*arguments)
+            except Exception:
+                logger.exception("%r raised and is detached", listener)
+                self.discard(listener)
+                self._detach(listener)
+
+    @staticmethod
+    def _detach(listener: BlockPoolListener) -> None:
+        try:
+            listener.on_detached()
+        except Exception:
+            logger.exception("%r raised when it was detached", listener)
+
 
 @dataclass
 class BlockHashChanges:
@@ -50,6 +109,7 @@ class BlockHashChanges:
     evicted: list[BlockHashWithGroupId]
 
     def apply_to(self, block_ids: dict[BlockHashWithGroupId, int]) -> None:
+        """Change the map."""
         if self.cleared:
             block_ids.clear()
         for key in self.evicted:
@@ -63,10 +123,11 @@ class BlockHashTracker(BlockPoolListener):
     Only the changed keys are noted, each once however often it changed; which
     block holds a key is looked up when the changes are taken. If they are not
     taken and become many more than the blocks of the pool, they are dropped
-    for a copy of the cache.
+    for a copy of the cache. A tracker that is detached clears the map for good.
     """
 
-    def __init__(self, block_pool: "BlockPool"):
+    def __init__(self, block_pool: "BlockPool") -> None:
+        self.is_detached = False
         self._block_pool = block_pool
         self._max_changed = 2 * block_pool.num_gpu_blocks
         self._changed: set[BlockHashWithGroupId] = set()
@@ -86,13 +147,20 @@ class BlockHashTracker(BlockPoolListener):
         self._changed.clear()
         self._cleared = True
 
+    def on_detached(self) -> None:
+        self.is_detached = True
+        self._cleared = True
+
     def take(self) -> BlockHashChanges | None:
         """Return the changes since the last call, or None if there are none."""
+        if self.is_detached:
+            return self._take_nothing()
         if not (self._changed or self._cleared):
             return None
         block_map = self._block_pool.cached_block_hash_to_block
         changes = BlockHashChanges(cleared=self._cleared, cached={}, evicted=[])
-        for key in block_map.keys() if self._cleared else self._changed:
+        keys = block_map.listeners.cache if self._cleared else self._changed
+        for key in keys:
             block = block_map.get_one_block(key)
             if block is not None:
                 changes.cached[key] = block.block_id
@@ -101,3 +169,7 @@ class BlockHashTracker(BlockPoolListener):
         self._changed.clear()
         self._cleared = False
         return changes
+
+    def _take_nothing(self) -> BlockHashChanges | None:
+        cleared, self._cleared = self._cleared, False
+        return BlockHashChanges(True, {}, []) if cleared else None

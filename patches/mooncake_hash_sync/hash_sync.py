@@ -9,22 +9,17 @@ the blocks that a step has yet to write.
 - ``"walk"`` compares the whole pool with what the worker knows, every step, whether or
   not anybody reads the map. Its cost is linear in the number of cached block hashes;
   this patch is there to measure it.
-- ``"deltas"`` ships what the pool tells its listeners, so a step without a change ships
-  nothing. It needs the patch block_pool_delta_listener.
+- ``"deltas"`` ships what the pool reports to its listeners, so a step without a change
+  ships nothing. It needs the patch block_pool_delta_listener.
 
 The option has no default: a misspelt one must not pass for a cheap connector.
 """
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from vllm.config import KVTransferConfig
+from vllm.v1.core.block_pool_listener import BlockHashChanges, BlockHashTracker
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
-
-try:
-    from vllm.v1.core.block_pool_listener import BlockHashTracker
-except ImportError:
-    BlockHashTracker = None
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -40,24 +35,8 @@ NOT_BOUND = (
 )
 
 
-@dataclass
-class BlockHashDelta:
-    """Changes that bring the worker's map up to date: if cleared, of an empty one."""
-
-    cleared: bool
-    cached: dict[BlockHashWithGroupId, int]
-    evicted: list[BlockHashWithGroupId]
-
-    def apply_to(self, block_ids: dict[BlockHashWithGroupId, int]) -> None:
-        if self.cleared:
-            block_ids.clear()
-        for key in self.evicted:
-            block_ids.pop(key, None)
-        block_ids.update(self.cached)
-
-
 class BlockHashSource(Protocol):
-    def take(self) -> BlockHashDelta | None:
+    def take(self) -> BlockHashChanges | None:
         """Return the changes since the last call; None if there are none."""
 
 
@@ -77,13 +56,13 @@ class StepFence:
         self._begun = 0
         self._ended = 0
 
-    def begin_step(self) -> BlockHashDelta | None:
+    def begin_step(self) -> BlockHashChanges | None:
         """Return what the worker must learn with this step; None if nothing."""
         self._begun += 1
         changes = self.source.take()
         if changes is None and not self.unwritten:
             return None
-        delta = BlockHashDelta(cleared=False, cached={}, evicted=[])
+        delta = BlockHashChanges(cleared=False, cached={}, evicted=[])
         if changes is not None:
             if changes.cleared:
                 self.unwritten.clear()
@@ -119,7 +98,7 @@ def block_hash_fence(config: KVTransferConfig, block_pool: "BlockPool") -> StepF
         return StepFence(BlockHashWalk(block_pool))
     if options != {"source": "deltas"}:
         raise ValueError(f"{HOW_TO_ASK}, not {options!r}")
-    if BlockHashTracker is None:
+    if not hasattr(block_pool, "add_listener"):
         raise ValueError(
             'hash_sync source "deltas" needs the patch block_pool_delta_listener, '
             "which this vLLM does not have"
@@ -134,15 +113,16 @@ class BlockHashWalk:
         self._block_pool = block_pool
         self._known: set[BlockHashWithGroupId] = set()
 
-    def take(self) -> BlockHashDelta:
+    def take(self) -> BlockHashChanges:
         # Looked up anew each time: reset_prefix_cache() replaces the map.
         block_map = self._block_pool.cached_block_hash_to_block
         current = set(block_map._cache)
         added = current - self._known
         evicted = self._known - current
         self._known = current
-        return BlockHashDelta(
+        blocks = {key: block_map.get_one_block(key) for key in added}
+        return BlockHashChanges(
             cleared=False,
-            cached={key: block_map.get_one_block(key).block_id for key in added},
+            cached={key: block.block_id for key, block in blocks.items() if block},
             evicted=list(evicted),
         )

@@ -383,7 +383,6 @@ FIXES = [
     "block_pool_delta_listener",
     "mooncake_get_finished_short_circuit",
     "kv_transfer_abort_race",
-    "kv_transfer_abort_defence",
 ]
 
 

@@ -300,7 +300,7 @@ def steps(world: World) -> None:
 
 
 PACKAGE = Path(vllm.__file__).parent
-RACE, DEFENCE = "kv_transfer_abort_race", "kv_transfer_abort_defence"
+RACE = "kv_transfer_abort_race"
 SHORT_CIRCUIT = "mooncake_get_finished_short_circuit"
 STORM_PAIRS, STORM_SEEDS = 40, 2
 STORM_TIMEOUT_S = 1

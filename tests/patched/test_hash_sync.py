@@ -6,11 +6,9 @@ The walk is right about the keys, and wrong about blocks where it must be.
 
 from __future__ import annotations
 
-import importlib.util
 import pickle
 import random
 import re
-import sys
 from collections import Counter
 from functools import cache, partial
 from pathlib import Path
@@ -21,6 +19,7 @@ from vllm import envs
 from vllm.distributed.kv_transfer import get_kv_transfer_group, kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import hash_sync
 from vllm.v1.core.block_pool import BlockHashToBlockMap, BlockPool
+from vllm.v1.core.block_pool_listener import BlockHashChanges
 
 from kvtax.engine.connector import load_connector
 from kvtax.engine.null_engine import BLOCK_SIZE, NullEngine
@@ -225,9 +224,9 @@ def synced(model):
     return cache(partial(watched_engine, model))
 
 
-def source_of(pool: BlockPool, module=hash_sync, **extra_config):
+def source_of(pool: BlockPool, **extra_config):
     config = SimpleNamespace(kv_connector_extra_config=extra_config)
-    return module.block_hash_fence(config, pool)
+    return hash_sync.block_hash_fence(config, pool)
 
 
 @pytest.fixture
@@ -262,9 +261,9 @@ class Source:
     """Changes of a pool, as a test gives them."""
 
     def __init__(self) -> None:
-        self.changes: hash_sync.BlockHashDelta | None = None
+        self.changes: BlockHashChanges | None = None
 
-    def take(self) -> hash_sync.BlockHashDelta | None:
+    def take(self) -> BlockHashChanges | None:
         changes, self.changes = self.changes, None
         return changes
 
@@ -279,9 +278,7 @@ class Fenced:
 
     def begin(self, cached=None, evicted=(), cleared=()) -> dict[str, int]:
         if cached or evicted or cleared:
-            changes = hash_sync.BlockHashDelta(
-                bool(cleared), cached or {}, list(evicted)
-            )
+            changes = BlockHashChanges(bool(cleared), cached or {}, list(evicted))
             self.source.changes = changes
         if (delta := self._fence.begin_step()) is not None:
             delta.apply_to(self.block_ids)
@@ -332,7 +329,7 @@ def test_the_config_decides_and_not_which_patches_are_there(pool):
     walk = source_of(pool, hash_sync={"source": "walk"}, **extra)
     assert isinstance(walk.source, hash_sync.BlockHashWalk)
     deltas = source_of(pool, hash_sync={"source": "deltas"})
-    assert pool.cached_block_hash_to_block.listeners == (deltas.source,)
+    assert pool.cached_block_hash_to_block.listeners == [deltas.source]
 
 
 @pytest.mark.parametrize("name", WRONG_OPTIONS)
@@ -344,16 +341,35 @@ def test_an_option_that_is_not_one_is_refused_with_what_to_write(name, pool):
 def test_without_the_listener_the_walk_works_and_deltas_name_its_patch(
     pool, monkeypatch
 ):
-    monkeypatch.setitem(sys.modules, "vllm.v1.core.block_pool_listener", None)
-    spec = importlib.util.spec_from_file_location("alone", hash_sync.__file__)
-    alone = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "alone", alone)
-    spec.loader.exec_module(alone)
-    assert (
-        source_of(pool, alone, hash_sync={"source": "walk"}).begin_step().cached == {}
-    )
+    monkeypatch.delattr(BlockPool, "add_listener")
+    walk = source_of(pool, hash_sync={"source": "walk"})
+    assert walk.begin_step().cached == {}
     with pytest.raises(ValueError, match="block_pool_delta_listener"):
-        source_of(pool, alone, hash_sync={"source": "deltas"})
+        source_of(pool, hash_sync={"source": "deltas"})
+
+
+def test_a_worker_knows_no_block_after_its_tracker_was_detached(pool):
+    fence = source_of(pool, hash_sync={"source": "deltas"})
+    block_ids: dict[bytes, int] = {}
+
+    def step(*hashes: bytes) -> None:
+        """A step that caches blocks under the hashes."""
+        if hashes:
+            request = SimpleNamespace(block_hashes=list(hashes))
+            blocks = pool.get_new_blocks(len(hashes))
+            pool.cache_full_blocks(request, blocks, 0, len(hashes), 16, 0)
+        if (delta := fence.begin_step()) is not None:
+            delta.apply_to(block_ids)
+        fence.end_step()
+
+    step(b"a")
+    step()
+    assert len(block_ids) == 1
+    fence.source._changed = None  # so that it raises
+    step(b"b")
+    assert block_ids == {}
+    step()
+    assert block_ids == {}
 
 
 def test_a_connector_that_is_not_given_the_pool_does_not_pass_for_a_cheap_one(synced):

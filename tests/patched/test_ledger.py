@@ -235,6 +235,21 @@ def test_nothing_is_valid_after_a_reset_and_the_ledger_goes_on(ledger_module):
     assert block_ids_offered(ledger, b"a", b"b") == ids(*again)
 
 
+def test_a_ledger_that_is_detached_offers_nothing_again(ledger_module):
+    pool, ledger, _ = written(ledger_module, b"a", b"b")
+    assert block_ids_offered(ledger, b"a", b"b")
+    resets = ledger.lookup([b"a"]).resets
+    ledger._cached = None  # so that it raises
+    cache(pool, b"c")
+    a_step(ledger)
+    cache(pool, b"d")
+    a_step(ledger)
+    for block_hash in (b"a", b"c", b"d"):
+        assert block_ids_offered(ledger, block_hash) == []
+    # Nor does it read: no peer has its count.
+    assert ledger.lookup([b"a"]).resets > resets + 1_000_000
+
+
 def test_an_offer_says_how_often_the_cache_was_reset(ledger_module):
     pool, ledger, blocks = written(ledger_module, b"a")
     assert ledger.lookup([b"a"]).resets == ledger.resets == 0

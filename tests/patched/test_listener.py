@@ -26,6 +26,7 @@ from listener_lab import (
 from variants import block_ids, patch, patched_source
 from vllm import SamplingParams
 from vllm.v1.core import block_pool
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.request import Request
 
 from kvtax.patcher.blocks import parse, render
@@ -39,6 +40,10 @@ LATER = "0.22.1"
 CASE_BLOCKS = 8
 # What a listener that raises is told then.
 MOMENTS = ["cached", "evicted", "one of two", "reset"]
+
+
+def make_key(block_hash: bytes) -> bytes:
+    return make_block_hash_with_group_id(block_hash, 0)
 
 
 @pytest.fixture
@@ -152,12 +157,65 @@ def check_dropped(variant: Variant, moment: str) -> None:
         blocks = cache(pool, b"e")
     else:
         pool.evict_blocks({blocks[0 if moment == "one of two" else 2].block_id})
-    assert raising.calls == 1
+    # The call that raised, and that which detached it.
+    assert raising.calls == 2
     blocks += cache(pool, b"f")
     assert {b.block_id for b in pool.blocks if b.block_hash} == {
         block_id for _, block_id in pairs_held(pool)
     }
     assert all(other.pairs == pairs_held(pool) for other in others)
+
+
+class Failing(set):
+    """Keys of a tracker that cannot be added to or cleared."""
+
+    def add(self, key: bytes) -> None:
+        raise MemoryError
+
+    clear = add
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_tracker_that_raises_withdraws_everything_and_reports_nothing_again(moment):
+    pool = Variant().pool(CASE_BLOCKS)
+    tracker = Variant.tracker(pool)
+    blocks = cache(pool, b"a", b"a", b"b")
+    tracker.take().apply_to(block_ids := {})
+    assert block_ids == first_blocks(pool) != {}
+    tracker._changed = Failing()
+    if moment == "cached":
+        cache(pool, b"c")
+    elif moment == "reset":
+        tracker.on_cache_reset = lambda: tracker._changed.clear(b"")
+        pool.free_blocks(blocks)
+        assert pool.reset_prefix_cache()
+    else:
+        pool.evict_blocks({blocks[0 if moment == "one of two" else 2].block_id})
+    assert tracker.is_detached
+    tracker._changed = set()
+    cache(pool, b"d")
+    tracker.take().apply_to(block_ids)
+    assert block_ids == {}
+    cache(pool, b"e")
+    assert tracker.take() is None
+
+
+def test_a_listener_that_raises_is_called_to_withdraw_and_no_more(variant):
+    pool = variant.pool(CASE_BLOCKS)
+    heard = []
+
+    class Mirror(Replica):
+        def on_block_cached(self, key: bytes, block_id: int) -> None:
+            super().on_block_cached(key, block_id)
+            heard.append(key)
+            if key == make_key(b"b"):
+                raise MemoryError
+
+    pool.add_listener(mirror := Mirror())
+    cache(pool, b"a", b"b", b"c")
+    assert heard == [make_key(b"a"), make_key(b"b")]
+    assert mirror.pairs == set()
+    assert mirror.heard[-1] == ("reset",)
 
 
 def test_a_late_listener_that_raises_is_not_added(variant):

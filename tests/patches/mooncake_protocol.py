@@ -34,8 +34,10 @@ from tests.patches.test_releases import copy_of
 from tests.releases import package_of
 
 CONNECTOR = "distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py"
-# Seconds of VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT, and of one transfer of bytes.
-TIMEOUT_S, TRANSFER_S = 480, 0.01
+# Seconds of VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT.
+TIMEOUT_S = 480
+# Seconds of a transfer of bytes: several steps, or longer than a timeout.
+TRANSFERS_S = (0.01, 3, TIMEOUT_S + 30)
 MOST_PHRASES = 25  # of one example
 PROTOCOL = (
     "MooncakeXferMetadata",
@@ -51,6 +53,7 @@ METHODS = (
     "_sender_worker",
     "send_kv_to_decode",
     "resolve_need_send",
+    "end_transfer",
     "fetch_finished_sending_reqs",
     "record_send_reqs",
     "receive_kv_from_single_worker",
@@ -157,10 +160,12 @@ class Socket:
 class Pair:
     """A prefiller and a decoder; `both` if each is both, by its role.
 
-    Blocks are numbers, 1, 2 and so on.
+    Blocks are numbers, 1, 2 and so on. Each request of P is read by `ranks` pulls.
     """
 
-    def __init__(self, p_source: Path, d_source: Path, both: bool = False) -> None:
+    def __init__(
+        self, p_source: Path, d_source: Path, both: bool = False, ranks: int = 1
+    ) -> None:
         self.clock = SimulatedClock()
         self.loop = asyncio.SelectorEventLoop(self.clock)
         self.loop.time = lambda: self.clock.now_s
@@ -177,9 +182,16 @@ class Pair:
         self.d = self.d_types.MooncakeConnectorWorker()
         self.sockets: dict[bytes, asyncio.Queue] = {}
         self.answers: list[Any] = []
-        # What P has written into D: per block of D, the block of P.
+        # What P has written into D: per block of D, the block of P. Not of blocks that
+        # P handed back before the transfer ended: they may hold another request's.
         self.memory: dict[int, int] = {}
+        self._ranks = ranks
         self.transfers_fail = False
+        self.transfer_s = TRANSFERS_S[0]
+        self.transfers_under_way = 0
+        # Blocks of each request of P that was ready, and those handed back.
+        self.ready_blocks: dict[str, list[int]] = {}
+        self.freed: set[int] = set()
         # Per request of P: how often its end was reported.
         self.ended_sends: dict[str, int] = defaultdict(int)
         # Per request of D, received or not: how often its end was reported.
@@ -219,7 +231,9 @@ class Pair:
         worker._get_transfer_regions = lambda *_: []
         worker._validate_head_resharding_layout = lambda *_: None
         worker._producer_cache_is_replicated = lambda: False
-        worker.resolve_need_send = lambda send, *_: setattr(send, "need_send", 1)
+        worker.resolve_need_send = lambda send, *_: setattr(
+            send, "need_send", self._ranks
+        )
         worker._build_transfer_params = self._build_transfer
         worker.xfer_stats = MagicMock()
         worker._encoder = msgspec.msgpack.Encoder()
@@ -290,10 +304,16 @@ class Pair:
 
     async def _transfer(self, executor, send, session, source, destination, lengths):
         fails = self.transfers_fail
-        await asyncio.sleep(TRANSFER_S)
+        self.transfers_under_way += 1
+        await asyncio.sleep(self.transfer_s)
+        self.transfers_under_way -= 1
         if fails:
             return -1
-        self.memory.update(zip(destination, source, strict=True))
+        self.memory.update(
+            (theirs, ours)
+            for theirs, ours in zip(destination, source, strict=True)
+            if ours not in self.freed
+        )
         return 0
 
     # What the schedulers ask for.
@@ -303,10 +323,13 @@ class Pair:
         ids = [next(self._new_blocks) for _ in range(count)]
         return [ids] if self._by_group else ids
 
-    def step(self, to_send: dict[str, tuple[str, list]], aborted: set[str]) -> None:
+    def step(
+        self, to_send: dict[str, tuple[str, list]], aborted: dict[str, None]
+    ) -> None:
         """A step of P: its metadata, and the report of what has ended."""
         metadata = self.p_types.MooncakeConnectorMetadata()
         metadata.reqs_to_send, metadata.reqs_not_processed = to_send, aborted
+        self.ready_blocks |= {p: flat(blocks) for p, (_, blocks) in to_send.items()}
 
         async def record() -> None:
             # Upstream's errors are seen by nobody, either.
@@ -319,6 +342,7 @@ class Pair:
         self.reports = [self.p.get_finished(), self.d.get_finished()]
         for request in self.reports[0][0] or ():
             self.ended_sends[request] += 1
+            self.freed.update(self.ready_blocks.get(request, ()))
         self.ended_pulls.update(self.reports[1][1] or ())
 
     def _wait_for(self, coroutine, loop) -> SimpleNamespace:
@@ -383,6 +407,7 @@ EVENTS = st.one_of(
     # A pull of no blocks is that of an aborted request.
     st.tuples(st.just("pull"), st.lists(st.tuples(IDS, st.integers(0, 3)), min_size=1)),
     st.tuples(st.just("transfers_fail"), st.booleans()),
+    st.tuples(st.just("transfers_take"), st.sampled_from(TRANSFERS_S)),
     st.tuples(
         st.just("wait"), st.sampled_from([0.001, 0.02, 1, TIMEOUT_S, TIMEOUT_S + 1])
     ),
@@ -406,15 +431,14 @@ class Traffic:
         self._ids: dict[str, str] = {}
         # Requests of P whose blocks are kept until P's worker reports an end.
         self.kept: set[str] = set()
-        # Those of them that were being sent when another with their id was ready.
-        self.overtaken: set[str] = set()
         self._scheduled: dict[str, str] = {}
         self._requests = 0
         self._clear()
 
     def _clear(self) -> None:
         self._to_send: dict[str, tuple[str, list]] = {}
-        self._aborted: set[str] = set()
+        # In this order.
+        self._aborted: dict[str, None] = {}
 
     def run(self, events: list[tuple]) -> Traffic:
         for name, *arguments in events:
@@ -443,18 +467,14 @@ class Traffic:
 
     def abort(self, number: int) -> None:
         if taken := self._take(number):
-            self._aborted.add(taken[1])
+            self._aborted[taken[1]] = None
 
     def abort_unscheduled(self, transfer_id: str) -> None:
-        self._aborted.add(transfer_id)
+        self._aborted[transfer_id] = None
 
     def step(self) -> None:
         to_send, aborted = self._to_send, self._aborted
         self._clear()
-        sends = [
-            self.pair.p.reqs_need_send.get(id) for id, new in to_send.values() if new
-        ]
-        self.overtaken |= {send.p_req_id for send in sends if send and send.sending}
         self.pair.step(to_send, aborted)
 
     def pull(self, wanted: list[tuple[str, int]]) -> None:
@@ -472,6 +492,9 @@ class Traffic:
     def transfers_fail(self, fail: bool) -> None:
         self.pair.transfers_fail = fail
 
+    def transfers_take(self, duration_s: float) -> None:
+        self.pair.transfer_s = duration_s
+
     def wait(self, duration_s: float) -> None:
         self.pair.wait(duration_s)
 
@@ -480,9 +503,10 @@ class Traffic:
         while self._scheduled:
             self.step()
             self.abort(0)
-        for _ in range(3):
+        for _ in range(5):
             self.step()
             self.wait(TIMEOUT_S + 61)
+        self.step()
 
     def pulls_of_aborted(self) -> set[str]:
         """Pulls of requests that P's worker is to learn are aborted."""

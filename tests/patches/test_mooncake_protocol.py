@@ -16,6 +16,7 @@ from tests.patches.mooncake_protocol import (
     SIDES,
     TIMEOUT_S,
     TRAFFIC,
+    TRANSFERS_S,
     Pair,
     Sources,
     Traffic,
@@ -55,7 +56,7 @@ def check_all_mixes(sources: Sources, events: list[tuple]) -> None:
             assert traffic.taken_as_received() == traffic.received(), (p, d)
             # P's blocks come back once, and only what was kept.
             ends = traffic.pair.ended_sends
-            assert traffic.kept >= ends.keys() >= traffic.kept - traffic.overtaken
+            assert traffic.kept == ends.keys(), (p, d)
             assert set(ends.values()) <= {1}, (p, d)
         if d == "patched":
             # The scheduler knows no request of an empty pull, nor one that has ended.
@@ -66,18 +67,19 @@ def check_all_mixes(sources: Sources, events: list[tuple]) -> None:
                 assert answered <= traffic.finished(), (p, d)
 
 
-AT_ONCE_S = 0.1  # some transfers
+AT_ONCE_S = 0.1
 
 
 def check_every_pull_ends(sources: Sources, events: list[tuple]) -> None:
-    """And that of a request which P aborts at once, whatever is in its message."""
+    """And that of a request which P aborts at once, or after what is being sent."""
     with closing(Pair(sources["patched"], sources["patched"])) as pair:
         traffic = Traffic(pair)
         for event in events:
             aborted = traffic.pulls_of_aborted() if event == ("step",) else set()
             traffic.run([event])
-            if not aborted <= traffic.finished():
-                traffic.wait(AT_ONCE_S)
+            traffic.wait(AT_ONCE_S if aborted else 0)
+            while pair.transfers_under_way and not aborted <= traffic.finished():
+                traffic.wait(max(TRANSFERS_S))
             assert aborted <= traffic.finished()
         assert traffic.finished() == traffic.wanted()
         assert traffic.failed() == traffic.wanted() - traffic.received()
@@ -111,6 +113,18 @@ TOO_FEW = [
     *[("schedule", "t"), ("step",), ("finish", 0, 1), ("step",)],
     *[("pull", [("t", 3)]), ("end",)],
 ]
+# The other request of the message is sent.
+TOO_FEW_OF_ONE = [
+    *[("schedule", "t"), ("schedule", "u"), ("step",), ("finish", 0, 1)],
+    *[("finish", 0, 1), ("step",), ("pull", [("t", 3), ("u", 1)]), ("end",)],
+]
+
+
+def check_refused_pull(sources: Sources) -> None:
+    """A pull that asks for too many blocks takes none from the next one."""
+    events = [*TOO_FEW[:-1], ("wait", 1), ("step",), ("pull", [("t", 1)])]
+    traffic = run(sources, "patched", "patched", [*events, ("wait", 1), ("step",)])
+    assert traffic.received() == {"d1"}
 
 
 SAME_IN_EVERY_RUN = settings(derandomize=True)
@@ -120,6 +134,7 @@ SAME_IN_EVERY_RUN = settings(derandomize=True)
 @SAME_IN_EVERY_RUN
 @given(TRAFFIC)
 @example(TOO_FEW)
+@example(TOO_FEW_OF_ONE)
 def test_with_either_side_unpatched_nothing_gets_worse(sources, events):
     check_all_mixes(sources, events)
 
@@ -131,6 +146,11 @@ def test_every_pull_ends_where_both_sides_are_patched(sources, events):
     if not reports_failed_pulls(sources):
         pytest.skip("this release's decoder does not report a failed pull")
     check_every_pull_ends(sources, events)
+
+
+@pytest.mark.parametrize("sources", ENDS, indirect=True)
+def test_a_pull_that_was_refused_takes_nothing_from_the_next(sources):
+    check_refused_pull(sources)
 
 
 @pytest.mark.slow
@@ -161,6 +181,91 @@ def test_an_aborted_id_can_be_used_again(sources, p, d, early):
     traffic = run(sources, p, d, [*aborted, *again, ("wait", 1), ("step",)])
     assert traffic.received() == {"d0"}
     assert traffic.pair.ended_sends == dict.fromkeys(traffic.kept, 1)
+
+
+FIRST_ON_THE_WIRE = [
+    *[("transfers_take", 3), ("schedule", "t"), ("step",), ("finish", 0, 2)],
+    *[("step",), ("pull", [("t", 2)])],
+]
+LATER_REQUEST = [("schedule", "t"), ("step",), ("finish", 0, 2), ("step",)]
+LATER_PULL = [("wait", 1), ("pull", [("t", 2)])]
+SECONDS = [("wait", 1), ("step",)]
+# Uses of a transfer id while the blocks of its first request are being sent.
+REUSED = {
+    "by a request": [*FIRST_ON_THE_WIRE, *LATER_REQUEST],
+    "by a pull": [*FIRST_ON_THE_WIRE, *LATER_PULL],
+    "by a request that is aborted": [
+        *[*FIRST_ON_THE_WIRE, ("schedule", "t"), ("step",), ("abort", 0), ("step",)],
+        *[("wait", 4), *LATER_REQUEST, ("pull", [("t", 2)])],
+    ],
+    "by a request and its pull": [*FIRST_ON_THE_WIRE, *LATER_REQUEST, *LATER_PULL],
+    "by two requests and a pull": [
+        *[*FIRST_ON_THE_WIRE, *LATER_REQUEST, *LATER_REQUEST, *LATER_PULL],
+    ],
+    "by a pull that fails": [
+        *[*FIRST_ON_THE_WIRE, *LATER_REQUEST, ("transfers_fail", True), *LATER_PULL],
+        *[("wait", 4), ("transfers_fail", False), ("pull", [("t", 2)])],
+    ],
+    "whose pull fails": [
+        *[("transfers_fail", True), *FIRST_ON_THE_WIRE, *LATER_REQUEST],
+        *[("wait", 1), ("transfers_fail", False), ("wait", 4), ("pull", [("t", 2)])],
+    ],
+    # Its message sends another request first.
+    "by a pull that began before": [
+        *[("transfers_take", 3), ("schedule", "u"), ("step",), ("finish", 0, 1)],
+        *[("step",), ("pull", [("u", 1), ("t", 2)]), *LATER_REQUEST],
+        *[("transfers_take", 5), ("pull", [("t", 2)]), *LATER_REQUEST],
+    ],
+}
+
+
+def check_reused(sources: Sources, events: list[tuple]) -> None:
+    """Blocks stay until the last transfer that reads them, and come back once."""
+    check_all_mixes(sources, [*events, *SECONDS * 10, ("end",)])
+    traffic = run(sources, "patched", "patched", [*events, *SECONDS * 10])
+    # Long before a timeout, each pull has got its bytes but for that made to fail.
+    failures = events.count(("transfers_fail", True))
+    assert len(traffic.received()) == len(traffic.wanted()) - failures
+    read = set(traffic.pair.memory.values())
+    assert traffic.pair.freed >= read
+
+
+@pytest.mark.parametrize("use", REUSED)
+@pytest.mark.parametrize("sources", ENDS, indirect=True)
+def test_an_id_can_be_used_again_while_its_first_request_is_being_sent(sources, use):
+    check_reused(sources, REUSED[use])
+
+
+def check_two_ranks(sources: Sources) -> None:
+    """A request that replaces another, which a rank has read, is read by both ranks."""
+    pull = [("pull", [("t", 2)]), ("wait", 1), ("step",)]
+    with closing(Pair(sources["patched"], sources["patched"], ranks=2)) as pair:
+        traffic = Traffic(pair).run([*LATER_REQUEST, *pull, *LATER_REQUEST])
+        assert pair.ended_sends == {"p1": 1}
+        traffic.run(pull)
+        assert pair.ended_sends == {"p1": 1}
+        traffic.run(pull)
+        assert pair.ended_sends == {"p1": 1, "p2": 1}
+        assert traffic.received() == {"d0", "d1", "d2"}
+
+
+@pytest.mark.parametrize("sources", ENDS, indirect=True)
+def test_a_request_is_sent_to_all_ranks_where_its_id_was_used_before(sources):
+    check_two_ranks(sources)
+
+
+def check_unknown_abort(sources: Sources) -> None:
+    """Other aborts of the step count."""
+    events = [("schedule", "t"), ("step",), ("pull", [("t", 1)])]
+    events += [("abort_unscheduled", "x"), ("abort", 0), ("step",)]
+    traffic = run(sources, "patched", "patched", [*events, ("wait", 1), ("step",)])
+    assert traffic.pair.p.reqs_need_send == {}
+    assert traffic.ended() == ({"d0"} if reports_failed_pulls(sources) else set())
+
+
+@pytest.mark.parametrize("sources", ENDS, indirect=True)
+def test_the_abort_of_an_unknown_request_hides_no_other(sources):
+    check_unknown_abort(sources)
 
 
 # What only this block of the patch puts right.
