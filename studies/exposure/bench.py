@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines on a null device, loaded in turn: the cells of exposure and busy_thread."""
+"""Engines on a null device, loaded in turn: the cells of exposure."""
 
 from __future__ import annotations
 

@@ -425,7 +425,7 @@ def storms(
     return {"problems": problems, "counts": counts}
 
 
-# The worker of `python -m studies.abort`.
+# The worker of tools/upstream/aborts.py.
 
 STORMS = {f"storm_{policy}": policy for policy in ("recompute", "fail")}
 

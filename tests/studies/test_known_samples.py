@@ -22,13 +22,7 @@ from kvtax_fleet.trace import read_trace
 
 from kvtax.axes.cell import Measured
 from kvtax.records import RecordsError
-from kvtax.records.estimate import Estimate
 from kvtax.stats import resampling
-from studies.abort import __main__ as abort
-from studies.block_order import __main__ as block_order
-from studies.block_order import worker as block_order_worker
-from studies.block_pool import __main__ as block_pool
-from studies.busy_thread import __main__ as busy_thread
 from studies.exposure.__main__ import check_rows, check_text, curve_rows
 from studies.exposure.bench import Cell, Measurement
 from studies.harness import STUDIES
@@ -51,26 +45,6 @@ from studies.reference_study.population import sampled_requests
 def few_replicates(monkeypatch):
     """No figure here is near the end of an interval."""
     monkeypatch.setattr(resampling, "ROUND_REPLICATES", 100)
-
-
-def test_an_order_has_the_same_pairs_and_its_own_descriptors():
-    made = {name: order(64) for name, order in block_order.ORDERS.items()}
-    assert list(made) == ["ascending", "descending", "mixed", "opposite"]
-    opposite = made.pop("opposite")
-    assert {frozenset(zip(*pair, strict=True)) for pair in made.values()} == {
-        frozenset(zip(*made["ascending"], strict=True))
-    }
-    assert [sorted(side) for side in opposite] == [
-        sorted(side) for side in made["ascending"]
-    ]
-
-
-@pytest.mark.slow
-def test_the_orders_are_those_of_two_rounds_of_vllms_pool():
-    rounds = block_order_worker.rounds_of_a_pool(64)
-    assert rounds == {
-        order: block_order.ORDERS[order](64)[0] for order in block_order.ROUND_TRIP
-    }
 
 
 # exposure: a share of each delay is felt, and a share of that is found.
@@ -135,46 +109,6 @@ def test_a_curve_is_what_a_config_adds_to_the_floor_of_the_same_round():
     assert added["fixed"].tpot_added_us.value == pytest.approx(0, abs=6)
     assert added["noop"].tpot_added_us.value == 0
     assert added["walk"].connector_exposed_us == 250
-
-
-# busy_thread: what a config adds is within a round, beside a thread as without.
-
-
-def test_gaps_are_compared_with_the_floor_of_the_same_round_and_thread():
-    chance = random.Random(5)
-    rows = []
-    for _ in range(5):
-        for busy, floor_us in ((0.0, 7_000), (0.5, 8_000), (1.0, 10_000)):
-            drift_us = chance.uniform(-300, 300)
-            for config in busy_thread.CONFIGS:
-                added_us = 5_000 if busy == 1 and config == "mooncake_both" else 0
-                gap_us = {"p50": floor_us + drift_us + added_us, "p99": 30_000.0}
-                cell = Cell("async", 1.0, config, busy=busy)
-                rows.append(Measurement(cell, 1.0, 1.0, {}, gap_us))
-    found = busy_thread.gap_rows(rows)
-    added = {(row.busy, row.config): row.added_us["p50"].value for row in found}
-    assert added.pop((1.0, "mooncake_both")) == pytest.approx(5_000)
-    assert set(added.values()) == {0}
-    assert all(row.added_us["p99"].value == 0 for row in found)
-
-
-# abort: outcomes of scenarios.
-
-
-def test_a_scenario_with_a_problem_failed_and_shows_the_last_line_of_the_first():
-    traceback = "Traceback:\n  ...\nAssertionError: a | b"
-    outcomes = [
-        abort.Outcome("nothing_fails", []),
-        abort.Outcome("prefills_aborted_alone", [traceback, "more"]),
-        abort.Outcome("storm_fail", ["x" * 200]),
-    ]
-    first, text = abort.report("0.33.0", outcomes, 30.0)
-    assert first.startswith("vLLM 0.33.0 as it is: 1 of 3 passed.")
-    assert "within 30 s" in first
-    passed, failed, long = text.splitlines()[2:]
-    assert passed == "| nothing fails | passed |  |"
-    assert "prefills aborted alone | failed | AssertionError: a \\| b |" in failed
-    assert long.endswith("x… |") and len(long) < 130
 
 
 def test_arms_are_compared_with_the_first_and_as_the_expectations_say():
@@ -313,35 +247,6 @@ def test_the_replays_own_step_is_the_measured_profile_and_74_ms():
     replay = read_instance_settings(CONFIGS / "profiles" / "h20-replay-r.toml")
     measured = forward.PROFILE.forward
     assert replay.forward == msgspec.structs.replace(measured, launch_us=74_000)
-
-
-def test_what_a_follower_costs_is_the_difference_within_a_round():
-    # Rounds differ by more than the ways do.
-    rounds_ns = np.array([[500.0, 300.0], [900.0, 600.0], [700.0, 450.0]])
-    samples = {way: list(rounds_ns) for way in block_pool.WAYS}
-    samples["a listener"] = list(rounds_ns + np.array([100.0, 50.0]))
-    rows = {cost.way: cost for cost in block_pool.costs("9.9.9", samples)}
-    assert rows["as released"].cached_ns.value == 700.0
-    listener = rows["a listener, more"]
-    assert listener.cached_ns == Estimate(100.0, (100.0, 100.0))
-    assert listener.reused_ns == Estimate(50.0, (50.0, 50.0))
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "listener differs",
-        "listener has other tokens",
-        "offered, not computed",
-        "restore differs",
-    ],
-)
-def test_an_exploration_with_any_fault_of_the_listener_is_a_failure(fault):
-    names = ["listener differs", "listener has other tokens", "offered, not computed"]
-    counts = dict.fromkeys([*names, "restore differs"], 0) | {"wrapper differs": 5}
-    assert not block_pool.faults(block_pool.Explored("9.9.9", "all", counts))
-    counts[fault] = 1
-    assert block_pool.faults(block_pool.Explored("9.9.9", "all", counts))
 
 
 def test_sources_that_take_a_tenth_more_at_all_levels_are_a_ratio_of_1_1():

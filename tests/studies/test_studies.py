@@ -61,18 +61,6 @@ def test_a_missing_run_is_an_error_that_names_it(tmp_path, capsys, monkeypatch):
     assert "give a finished run of" in errors
 
 
-@pytest.mark.slow
-def test_abort_says_what_a_vllm_survives_as_it_is(tmp_path):
-    names = "nothing_fails", "aborted_before_scheduled"
-    chosen = [part for name in names for part in ("--scenario", name)]
-    options = [*chosen, "--patience", "5", "--out", str(tmp_path / "abort.md")]
-    done = run("studies.abort", "--vllm", "0.18.1", *options)
-    assert done.returncode == 1, done.stderr
-    assert "vLLM 0.18.1 as it is: 1 of 2 passed." in done.stdout
-    assert "| nothing fails | passed |" in done.stdout
-    assert "| aborted before scheduled | failed |" in done.stdout
-
-
 @pytest.mark.long
 def test_each_token_waits_for_its_forward_and_a_known_delay_is_found():
     def cells(bench):
