@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import datetime
 import subprocess
 import sys
 from typing import NamedTuple
@@ -18,7 +19,9 @@ from tools.upstream.release import (
     UpstreamError,
     load_releases,
 )
+from tools.upstream.evidence import PAGE, page_with_results
 from tools.upstream.series import patched_code
+from tools.upstream.threads import old_threads
 
 pytestmark = pytest.mark.slow
 
@@ -225,3 +228,24 @@ def test_counts_are_of_one_commits_tests_and_of_those_beside():
     ]
     alone = counts(own, beside, before, after, without, {"a.py::mine[1]": "passed"})
     assert alone[1] == "1 passed"
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("Threads as of <!--threads-->2026-01-01<!--/threads-->.", [1]),
+        ("Threads as of <!--threads-->2026-02-20<!--/threads-->.", []),
+        ("Measured on 2026-01-01.", []),
+        ("| a | 2026-01-01 |\n| b | 2026-01-01, again 2026-02-27 |", [1]),
+        ("| a | open |", []),
+    ],
+)
+def test_threads_that_were_looked_up_more_than_60_days_ago_are_named(text, lines):
+    today = datetime.date(2026, 3, 3)
+    assert [number for number, _ in old_threads(text, today)] == lines
+
+
+def test_the_descriptions_show_the_committed_evidence():
+    page = PAGE.read_text()
+    assert page_with_results(page) == page
+    assert page.count("| before | after |") == page.count("<!--evidence ")

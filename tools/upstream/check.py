@@ -9,12 +9,14 @@ series' own tests run after, once more without the series' code, where some of t
 must fail, and commit by commit with that commit alone on the release. Reports every
 difference by node id, and counts by commit: its own tests, and upstream's tests of the
 modules that it changes; --changed runs no others. Exit codes: 0 nothing differs, 1 a
-difference or a failure, 2 an unknown release. Logs are in runs/upstream-check/.
+difference or a failure, 2 an unknown release. Logs are in runs/upstream-check/. It
+warns of threads that our pages looked up more than 60 days ago.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import shutil
@@ -40,6 +42,7 @@ from tools.upstream.release import (
     install,
     load_releases,
 )
+from tools.upstream.threads import warnings
 
 LOGS = REPOSITORY / "runs" / "upstream-check"
 PLUGIN = Path(__file__).with_name("plugin")
@@ -282,6 +285,8 @@ def main() -> int:
         print(f"upstream check: {error}", file=sys.stderr)
         return error.exit_code
     exit_on_signals()
+    for warning in warnings(datetime.date.today()):
+        print(f"upstream check: {warning}", flush=True)
     failed = False
     for version, release in releases.items():
         print(f"vLLM {version}: {len(release.sources)} patches", flush=True)
