@@ -12,6 +12,7 @@ import pytest
 
 from kvtax.paths import REPOSITORY
 from tools.upstream.check import chosen_tests, counts, differences, judge, read_outcomes
+from tools.upstream.evidence import PAGE, page_with_results
 from tools.upstream.release import (
     PART,
     Release,
@@ -19,7 +20,6 @@ from tools.upstream.release import (
     UpstreamError,
     load_releases,
 )
-from tools.upstream.evidence import PAGE, page_with_results
 from tools.upstream.series import patched_code
 from tools.upstream.threads import old_threads
 
