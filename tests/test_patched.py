@@ -84,14 +84,14 @@ def run(folder: Path, modules: dict[str, str]) -> tuple[str, dict[str, str]]:
         check=False,
     )
     summary = r"^(PASSED|FAILED|ERROR) test_(\S*)"
-    found = re.findall(summary, ended.stdout, re.MULTILINE)
-    return ended.stdout, {test: word for word, test in found}
+    outcomes = re.findall(summary, ended.stdout, re.MULTILINE)
+    return ended.stdout, {test: word for word, test in outcomes}
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
 def test_each_test_ends_as_it_did_inside(tmp_path):
-    output, found = run(tmp_path, {"inside": INSIDE, "other": FOR_ANOTHER})
-    assert found == {
+    output, outcomes = run(tmp_path, {"inside": INSIDE, "other": FOR_ANOTHER})
+    assert outcomes == {
         "inside.py::test_of[1-good]": "PASSED",
         "inside.py::test_of[2-good]": "PASSED",
         "inside.py::test_of[1-bad]": "FAILED",
@@ -106,5 +106,5 @@ def test_each_test_ends_as_it_did_inside(tmp_path):
 
 
 def test_what_cannot_be_read_off_the_text_is_refused(tmp_path):
-    _, found = run(tmp_path, UNREADABLE)
-    assert found == {f"{name}.py": "ERROR" for name in UNREADABLE}
+    _, outcomes = run(tmp_path, UNREADABLE)
+    assert outcomes == {f"{name}.py": "ERROR" for name in UNREADABLE}

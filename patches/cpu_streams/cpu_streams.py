@@ -75,8 +75,8 @@ class _Over:
         self.__dict__.update(given)
 
     def __getattr__(self, name: str) -> Any:
-        found = self.__dict__[name] = getattr(self._real, name)
-        return found
+        attribute = self.__dict__[name] = getattr(self._real, name)
+        return attribute
 
 
 _streams = {

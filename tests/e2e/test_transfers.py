@@ -215,17 +215,21 @@ async def test_only_what_the_decode_side_has_not_cached_is_pulled(pair, directio
 
 
 async def test_sixteen_at_once_in_both_directions(pair):
-    one, other = pair.instances
-    before = [await one.counters(), await other.counters()]
+    first, other = pair.instances
+    before = [await first.counters(), await other.counters()]
     forth = [prompt(30_000 + i, 40 + 61 * i) for i in range(8)]
     back = [prompt(40_000 + i, 33 + 47 * i) for i in range(8)]
-    await asyncio.gather(pair.check(one, other, forth), pair.check(other, one, back))
+    await asyncio.gather(
+        pair.check(first, other, forth), pair.check(other, first, back)
+    )
     forth_tokens, back_tokens = sum(map(len, forth)), sum(map(len, back))
-    await counted(one, before[0], back_tokens, forth_tokens + COUNTS_AGAIN * len(back))
+    await counted(
+        first, before[0], back_tokens, forth_tokens + COUNTS_AGAIN * len(back)
+    )
     await counted(
         other, before[1], forth_tokens, back_tokens + COUNTS_AGAIN * len(forth)
     )
-    await asyncio.gather(one.settle(), other.settle())
+    await asyncio.gather(first.settle(), other.settle())
 
 
 async def counted(
@@ -239,11 +243,11 @@ async def counted(
     # The counters come a moment after the answer.
     for _ in range(3000):
         since = await instance.counters() - before
-        found = (since.pulled_tokens, since.computed_tokens, since.cached_tokens)
-        if found == (pulled, computed, cached):
+        tokens = (since.pulled_tokens, since.computed_tokens, since.cached_tokens)
+        if tokens == (pulled, computed, cached):
             return
         await asyncio.sleep(0.02)
-    assert found == (pulled, computed, cached)
+    assert tokens == (pulled, computed, cached)
 
 
 # VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT.

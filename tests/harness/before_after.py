@@ -70,7 +70,7 @@ class Twin:
         return type(self.both[0])
 
     def __getattr__(self, name: str) -> Any:
-        methods = [getattr(one, name) for one in self.both]
+        methods = [getattr(connector, name) for connector in self.both]
         if not callable(methods[0]):
             return methods[0]
 
@@ -114,11 +114,11 @@ def plain(value: Any) -> Any:
         case np.ndarray():
             return value.tolist()
         case dict():
-            return {plain(key): plain(one) for key, one in value.items()}
+            return {plain(key): plain(item) for key, item in value.items()}
         case set() | frozenset():
             return sorted(map(plain, value))
         case list() | tuple():
-            return [plain(one) for one in value]
+            return [plain(item) for item in value]
     if dataclasses.is_dataclass(value):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     else:

@@ -268,14 +268,14 @@ def reported(
         for name, request in requests.items()
         if request.is_finished() and name not in received
     }
-    found: dict[str, Any] = {"finished_recving": received, "finished_sending": sent}
+    fields: dict[str, Any] = {"finished_recving": received, "finished_sending": sent}
     common = importlib.import_module(f"{V1}.{module}")
     for kind in ("MooncakeStoreWorkerMetadata", "OffloadingWorkerMetadata"):
         if worker._saved and hasattr(common, kind):
             meta = getattr(common, kind)(**{field: dict(worker._saved)})
-            found["kv_connector_worker_meta"] = meta
+            fields["kv_connector_worker_meta"] = meta
     worker._loading, worker._saved = [], {}
-    return found
+    return fields
 
 
 def is_running(request: Any) -> bool:

@@ -151,12 +151,16 @@ class PatchedModule(pytest.File):
         try:
             if not isinstance(node, ast.Name):
                 return ast.literal_eval(node)
-            for found in module.body:
-                match found:
+            for statement in module.body:
+                match statement:
                     case ast.Assign(targets=[ast.Name(id=node.id)]):
-                        return ast.literal_eval(found.value)
-                    case ast.ImportFrom() if node.id in [n.name for n in found.names]:
-                        return getattr(importlib.import_module(found.module), node.id)
+                        return ast.literal_eval(statement.value)
+                    case ast.ImportFrom() if node.id in [
+                        n.name for n in statement.names
+                    ]:
+                        return getattr(
+                            importlib.import_module(statement.module), node.id
+                        )
         except ValueError:
             pass
         if default is not None:
@@ -175,15 +179,15 @@ class PatchedTest(pytest.Item):
                 other.wait()
             runs[vllm] = self._start(*vllm)
         try:
-            found = runs[vllm].outcome(self.nodeid)
+            outcome = runs[vllm].outcome(self.nodeid)
         except BaseException:
             # Or each of the others would wait for its own time limit.
             runs[vllm].stop()
             raise
-        if found["outcome"] == "skipped":
-            pytest.skip(found["text"])
-        if found["outcome"] == "failed":
-            raise FailedInsideError(found["text"])
+        if outcome["outcome"] == "skipped":
+            pytest.skip(outcome["text"])
+        if outcome["outcome"] == "failed":
+            raise FailedInsideError(outcome["text"])
 
     def _start(self, release: str, *patches: str) -> InsideRun:
         tests = [item for item in self.session.items if isinstance(item, PatchedTest)]

@@ -197,9 +197,9 @@ class Subscriber:
         assert (changes is None) == (not heard)
         if changes is not None:
             changes.apply_to(self.tracked)
-            told = {call[1] for call in heard if call[0] != "reset"}
+            changed = {call[1] for call in heard if call[0] != "reset"}
             # No more than what changed, unless it was told to start over.
-            assert changes.cleared or {*changes.cached, *changes.evicted} == told
+            assert changes.cleared or {*changes.cached, *changes.evicted} == changed
             counts["cleared"] += changes.cleared
             counts["overflows"] += changes.cleared and ("reset",) not in heard
         self.walk.take().apply_to(self.walked)

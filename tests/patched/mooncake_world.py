@@ -116,8 +116,8 @@ class World:
     def _watch(self, scheduler) -> None:
         schedule = scheduler.schedule
 
-        def watched_schedule(*told):
-            output = schedule(*told)
+        def watched_schedule(*arguments):
+            output = schedule(*arguments)
             for request, tokens in output.num_scheduled_tokens.items():
                 if fate := self.fates.get(request):
                     fate.computed_tokens += tokens
@@ -202,10 +202,10 @@ class World:
         return True
 
     def waiting_for_remote_kv(self, *requests: str) -> bool:
-        found = self.scheduler.requests
+        known = self.scheduler.requests
         return all(
-            request in found
-            and found[request].status == RequestStatus.WAITING_FOR_REMOTE_KVS
+            request in known
+            and known[request].status == RequestStatus.WAITING_FOR_REMOTE_KVS
             for request in requests
         )
 

@@ -338,8 +338,8 @@ def _note_steps(engine: NullEngine) -> None:
     schedule, update = scheduler.schedule, scheduler.update_from_output
     execute = executor.execute_model
 
-    def noted_schedule(*told):
-        output = schedule(*told)
+    def noted_schedule(*arguments):
+        output = schedule(*arguments)
         LOG.append(("scheduled", output.step_id))
         return output
 
@@ -377,25 +377,25 @@ def serve(engine: NullEngine, seed: int, requests: int) -> list[str]:
 
 def _of_scheduler() -> dict[int, list[Call]]:
     """A call counts for the step whose schedule() or update ends next."""
-    found, calls = defaultdict(list), []
+    by_step, calls = defaultdict(list), []
     for entry in LOG:
         if isinstance(entry, Call):
             calls += [entry] if entry.side == "SCHEDULER" else []
         elif entry[0] in ("scheduled", "updated"):
-            found[entry[1]] += calls
+            by_step[entry[1]] += calls
             calls = []
-    return found
+    return by_step
 
 
 def _of_worker() -> dict[int, list[Call]]:
     """A call counts for the step that the worker began last."""
-    found, step_id = defaultdict(list), None
+    by_step, step_id = defaultdict(list), None
     for entry in LOG:
         if not isinstance(entry, Call):
             step_id = entry[1] if entry[0] == "executes" else step_id
         elif entry.side == "WORKER":
-            found[step_id].append(entry)
-    return found
+            by_step[step_id].append(entry)
+    return by_step
 
 
 def _scheduled_early() -> int:

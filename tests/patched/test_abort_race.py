@@ -114,8 +114,8 @@ def test_a_request_that_failed_before_it_was_scheduled_counts_no_tokens(
     if patched == "upstream":
         assert counts.local_cache_hit == 31
     else:
-        found = (counts.computed, counts.local_cache_hit, counts.total)
-        assert found == (68, 32, 100)
+        totals = (counts.computed, counts.local_cache_hit, counts.total)
+        assert totals == (68, 32, 100)
 
 
 STEPS = 50
@@ -138,8 +138,8 @@ def test_upstreams_steps_ask_both_loops_and_patched_ones_none_if_nothing_is_sent
         patched.setattr(asyncio, "run_coroutine_threadsafe", counted)
         mooncake_engine.time(STEPS)
     mooncake_engine.end_batch(ids)
-    found = sum("fetch_finished" in name for name in asked)
-    assert found == (2 * STEPS if version == "upstream" else 0)
+    fetches = sum("fetch_finished" in name for name in asked)
+    assert fetches == (2 * STEPS if version == "upstream" else 0)
 
 
 def test_a_stuck_send_is_freed_in_time_and_transfers_still_end(mooncake_engine):

@@ -188,15 +188,15 @@ def outcome(engine: NullEngine, admission: str, seed: int) -> dict:
 @pytest.mark.long
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_no_request_waits_for_ever(engine, seed):
-    found = outcome(engine, "as it is", seed)
-    assert found["ended"], found
-    assert found["pulls"] > 100, found
-    assert found["held_back"] > 100, found
-    assert found["left_waiting"] == 0, found
+    counts = outcome(engine, "as it is", seed)
+    assert counts["ended"], counts
+    assert counts["pulls"] > 100, counts
+    assert counts["held_back"] > 100, counts
+    assert counts["left_waiting"] == 0, counts
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("control", CONTROLS)
 def test_without_a_rule_the_engine_stands_still(engine, control):
-    found = outcome(engine, control, 1)
-    assert not found["ended"], found
+    counts = outcome(engine, control, 1)
+    assert not counts["ended"], counts

@@ -62,10 +62,10 @@ EVENTS = st.lists(
 def skip_without(subject: Subject) -> None:
     """Skip where the release has no such code."""
     try:
-        found = find_spec(subject.module)
+        spec = find_spec(subject.module)
     except ModuleNotFoundError:
-        found = None
-    if found is None:
+        spec = None
+    if spec is None:
         pytest.skip(f"this vLLM has no {subject.module}; make release-test runs it")
 
 
@@ -313,8 +313,10 @@ class StorePair(Pair):
         super().__init__(STORE, model, edit, **transfer)
 
     def count(self, meta: Any) -> None:
-        self.counts["loads"] += sum(one.load_spec is not None for one in meta.requests)
-        self.counts["saves"] += sum(bool(one.can_save) for one in meta.requests)
+        self.counts["loads"] += sum(
+            request.load_spec is not None for request in meta.requests
+        )
+        self.counts["saves"] += sum(bool(request.can_save) for request in meta.requests)
 
 
 @pytest.mark.parametrize("config", STORES)

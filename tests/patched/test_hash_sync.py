@@ -252,9 +252,9 @@ def test_the_worker_has_the_pools_keys_and_blocks_after_every_step(synced, sourc
 
 def test_the_walk_ships_in_every_step_and_deltas_only_changes(synced):
     """Most steps cache no block."""
-    walked, told = (synced(source)[1].counts for source in SOURCES)
+    walked, reported = (synced(source)[1].counts for source in SOURCES)
     assert walked["shipped"] == walked["steps"]
-    assert 100 < told["shipped"] < told["steps"]
+    assert 100 < reported["shipped"] < reported["steps"]
 
 
 class Source:

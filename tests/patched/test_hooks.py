@@ -107,9 +107,9 @@ class Watch:
         offers = [self._ledger.lookup([get_block_hash(key)]) for key in keys]
         return sum(len(offer.block_ids) for offer in offers), len(keys)
 
-    def _watched_schedule(self, *told):
+    def _watched_schedule(self, *arguments):
         self._check("before schedule")
-        output = self._schedule(*told)
+        output = self._schedule(*arguments)
         self._scheduled += 1
         self._note(self._scheduled)
         self._check("after schedule")
@@ -183,16 +183,16 @@ HOW = ["alone", "in_multi_with_two_steps_in_flight"]
 @pytest.mark.parametrize("how", HOW)
 def test_blocks_are_offered_when_they_are_written(model, how):
     in_flight = 1 if how == "alone" else 2
-    found = run(model, how)
-    counts = found.counts
-    assert not found.problems, found.problems[:20]
+    watched = run(model, how)
+    counts = watched.counts
+    assert not watched.problems, watched.problems[:20]
     assert counts[f"with {in_flight} in flight"] > 100, counts
     assert counts["in_flight after schedule"] > 100, counts
     assert counts["offered after update"] > 1_000, counts
-    begun, done, updated = found.steps()
+    begun, done, updated = watched.steps()
     assert begun == done == updated > 100
     # An idle engine offers all that is cached, and sees calls of the workers.
-    offered, cached = found.offered_of_cached()
+    offered, cached = watched.offered_of_cached()
     assert offered == cached > 10
     assert counts["workers called"] == 1
 

@@ -177,11 +177,11 @@ def test_a_block_that_changed_hands_since_it_was_found_is_not_offered(ledger_mod
     class Slow:
         @staticmethod
         def get_one_block(key: bytes) -> KVCacheBlock | None:
-            found = block_map.get_one_block(key)
+            block = block_map.get_one_block(key)
             pool.free_blocks([block])
             assert cache(pool, b"b") == [block]
             a_step(ledger)
-            return found
+            return block
 
     with changed(pool, "cached_block_hash_to_block", Slow):
         # The pool itself goes on with its own map.

@@ -54,11 +54,11 @@ def reported(*ranks_s: float | None) -> dict[str, float]:
 
 
 def test_a_request_counts_once_per_rank():
-    one, two = reported(0.1), reported(0.1, 0.1)
-    assert one["Num successful transfers"] == 1
+    first, two = reported(0.1), reported(0.1, 0.1)
+    assert first["Num successful transfers"] == 1
     assert two["Num successful transfers"] == 2
-    assert one["Avg MB per transfer"] == 2 * two["Avg MB per transfer"] == 100
-    assert one["Avg number of descriptors"] == two["Avg number of descriptors"] == 48
+    assert first["Avg MB per transfer"] == 2 * two["Avg MB per transfer"] == 100
+    assert first["Avg number of descriptors"] == two["Avg number of descriptors"] == 48
 
 
 def test_throughput_is_that_of_a_rank_while_it_transfers():
@@ -69,9 +69,9 @@ def test_throughput_is_that_of_a_rank_while_it_transfers():
 
 def test_unequal_ranks_hide_what_the_request_waited_for():
     """It waits 0.3 s; neither time nor throughput, also times the ranks, tells so."""
-    told = reported(0.1, 0.3)
-    assert told["Avg xfer time (ms)"] == pytest.approx(200)
-    assert 2 * told["Throughput (MB/s)"] == pytest.approx(500) != 100 / 0.3
+    stats = reported(0.1, 0.3)
+    assert stats["Avg xfer time (ms)"] == pytest.approx(200)
+    assert 2 * stats["Throughput (MB/s)"] == pytest.approx(500) != 100 / 0.3
 
 
 def test_a_request_that_fails_at_one_rank_is_a_success_and_a_failure():

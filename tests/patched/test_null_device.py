@@ -59,9 +59,9 @@ def test_forwards_run_one_after_the_other_for_as_long_as_they_take(
     decode(slow_model, tmp_path, monkeypatch, null_device)
     device = read_device_steps(only_life(tmp_path) / "device_step.jsonl").records
     assert len(device) >= TOKENS
-    for one in device:
-        assert one.ended_ns - one.began_ns == FORWARD_US * 1_000
-        assert one.began_ns >= one.launched_ns
+    for forward in device:
+        assert forward.ended_ns - forward.began_ns == FORWARD_US * 1_000
+        assert forward.began_ns >= forward.launched_ns
     assert all(a.ended_ns <= b.began_ns for a, b in pairwise(device))
 
 

@@ -41,12 +41,12 @@ class Connector(NoopConnector):
     kind = "a class attribute"
 
     def __init__(self):
-        self.told = []
+        self.heard = []
 
     def tell(self, word, *, twice=False):
         """Say it."""
-        self.told += [word, word] if twice else [word]
-        return len(self.told)
+        self.heard += [word, word] if twice else [word]
+        return len(self.heard)
 
     def tell_all(self, words):
         return [self.tell(word) for word in words]
@@ -135,7 +135,7 @@ def test_calls_do_and_return_what_they_did(calls, connector):
     assert connector.tell_all(["c", "d"]) == [4, 5]
     assert connector.constant() == (False, None)
     assert connector._private() == 6
-    assert connector.told == ["a", "b", "b", "c", "d", "private"]
+    assert connector.heard == ["a", "b", "b", "c", "d", "private"]
     assert taken(calls).connector_calls == {"tell": 5, "tell_all": 1}
 
 
@@ -143,9 +143,9 @@ def test_a_generator_stays_lazy_and_its_work_has_its_time(calls, connector):
     items = connector.later()
     assert inspect.isgenerator(items) and inspect.isgeneratorfunction(connector.later)
     assert items.__name__ == "later"
-    assert connector.told == []
+    assert connector.heard == []
     assert next(items) == 1
-    assert connector.told == ["x"]
+    assert connector.heard == ["x"]
     items.close()
     assert list(items) == []
     step = taken(calls)
@@ -182,7 +182,7 @@ def test_calls_in_other_threads_pass_by(calls, connector):
     thread = threading.Thread(target=connector.tell_all, args=(["a", "b"],))
     thread.start()
     thread.join()
-    assert connector.told == ["a", "b"]
+    assert connector.heard == ["a", "b"]
     assert taken(calls).connector_calls == {}
 
 
@@ -307,7 +307,7 @@ def test_methods_that_their_instance_finds_are_found_by_it_and_timed(calls):
     assert connector.dispatched("a") == 1
     assert connector.dispatched(5) == 2
     assert connector.stored("b") == 3
-    assert connector.told == ["a", "number 5", "b"]
+    assert connector.heard == ["a", "number 5", "b"]
     assert connector.build_connector_meta("it") == "it"
     assert connector.of_all("!") == "a class attribute!"
     assert taken(calls).connector_calls == {
@@ -401,9 +401,9 @@ def test_a_class_that_is_patched_later_is_followed(calls, connector, monkeypatch
 
 def test_a_shallow_copy_has_its_own_state_and_nothing_in_it_is_timed(calls, connector):
     other = copy.copy(connector)
-    other.told = []
+    other.heard = []
     other.tell("to the copy")
-    assert (other.told, connector.told) == (["to the copy"], [])
+    assert (other.heard, connector.heard) == (["to the copy"], [])
     assert set(vars(other)) == {"told"}
     assert taken(calls).connector_calls == {}
 
@@ -414,7 +414,7 @@ def test_a_copy_has_the_callables_that_the_instance_had(calls):
     calls.wrap(connector)
     assert copy.copy(connector).get_finished is own
     other = pickle.loads(pickle.dumps(connector))
-    assert (other.get_finished(), other.told) == (1, ["finished"])
+    assert (other.get_finished(), other.heard) == (1, ["finished"])
     assert set(vars(other)) == {"told", "get_finished"}
 
 
@@ -437,7 +437,7 @@ def test_what_took_the_place_of_a_method_stays(calls, connector):
 def test_a_burst_of_arrivals_leaves_their_waits_recorded(calls):
     class Loads(Connector):
         def update_state_after_alloc(self, request, blocks, num_external_tokens):
-            self.told.append(request)
+            self.heard.append(request)
 
     connector = Loads()
     calls.wrap(connector)
@@ -458,8 +458,8 @@ def test_connectors_that_know_each_other_are_timed_once(calls):
     outer.inner = {"first": first, "second": second}
     outer.main, first.outer, second.sibling, second.me = first, outer, first, second
     calls.wrap(outer)
-    for one in (outer, first, second):
-        one.tell("a")
+    for each in (outer, first, second):
+        each.tell("a")
     names = {"tell", "Connector[0].tell", "Connector[1].tell"}
     assert {name for name in calls.methods if name.endswith("tell")} == names
     assert len(set(calls.methods)) == len(calls.methods)
@@ -492,7 +492,7 @@ def test_a_connector_whose_children_the_factory_makes_is_timed_once():
 def test_calls_that_no_step_takes_are_bounded(calls, connector):
     for _ in range(2 * CALLS_BEFORE_STEPS):
         connector.constant()
-        connector.told.clear()
+        connector.heard.clear()
         connector.tell("a")
     assert len(calls.calls) == CALLS_BEFORE_STEPS
     calls.stop()
@@ -504,8 +504,8 @@ def test_a_fork_keeps_no_calls(calls, connector):
     calls.take()
     pid = os.fork()
     if not pid:
-        told = [connector.tell("a") for _ in range(10)]
-        os._exit(told != list(range(1, 11)) or len(calls.calls))
+        heard = [connector.tell("a") for _ in range(10)]
+        os._exit(heard != list(range(1, 11)) or len(calls.calls))
     assert os.waitpid(pid, 0)[1] == 0
     connector.tell("a")
     assert taken(calls).connector_calls == {"tell": 1}

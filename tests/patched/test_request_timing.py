@@ -127,29 +127,29 @@ def _watch(engine) -> dict[str, Seen]:
         seen[request.request_id] = Seen(request.num_prompt_tokens)
         return add(request)
 
-    def watched_schedule(*told):
-        output = schedule(*told)
+    def watched_schedule(*arguments):
+        output = schedule(*arguments)
         for request_id in output.num_scheduled_tokens:
             seen[request_id].steps.append(output.step_id)
         for request_id in output.preempted_req_ids or ():
             seen[request_id].preempted.append(output.step_id)
-        for request_id, one in seen.items():
+        for request_id, times in seen.items():
             request = scheduler.requests.get(request_id)
             if request is not None:
                 waits = request.status.name == "WAITING_FOR_REMOTE_KVS"
-                one.waited_for_kv |= waits
+                times.waited_for_kv |= waits
         return output
 
     def watched_update(output, *rest):
         result = update(output, *rest)
         for outputs in result.values():
-            for one in outputs.outputs:
-                if one.new_token_ids:
-                    seen[one.request_id].tokens += len(one.new_token_ids)
-                    seen[one.request_id].token_steps.append(output.step_id)
-                told = null_engine.cached_tokens(one)
-                if told is not None and not seen[one.request_id].external_tokens:
-                    seen[one.request_id].external_tokens = told[1]
+            for out in outputs.outputs:
+                if out.new_token_ids:
+                    seen[out.request_id].tokens += len(out.new_token_ids)
+                    seen[out.request_id].token_steps.append(output.step_id)
+                cached = null_engine.cached_tokens(out)
+                if cached is not None and not seen[out.request_id].external_tokens:
+                    seen[out.request_id].external_tokens = cached[1]
         return result
 
     scheduler.add_request, scheduler.schedule = watched_add, watched_schedule

@@ -145,10 +145,10 @@ class Storm:
             hashes = PROMPTS[self._last_prompt]
             blocks: list[KVCacheBlock] = []
             for block_hash in hashes:
-                found = self._pool.get_cached_block(block_hash, [0])
-                if found is None:
+                cached = self._pool.get_cached_block(block_hash, [0])
+                if cached is None:
                     break
-                blocks += found
+                blocks += cached
             self._pool.touch(blocks)
             num_cached = len(blocks)
             blocks += self._pool.get_new_blocks(len(hashes) - num_cached)

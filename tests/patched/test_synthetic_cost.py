@@ -231,9 +231,9 @@ def test_a_cost_is_in_the_records_of_its_method(method, model, tmp_path):
     assert any(method in step.connector_self_us for step in side.values())
     # Later releases ask both sides for statistics.
     records = [step for steps in sides.values() for step in steps.values()]
-    told = [step for step in records if method in step.connector_self_us]
-    assert sum(step.connector_calls[method] for step in told) == calls > 0
-    for step in told:
+    slow_steps = [step for step in records if method in step.connector_self_us]
+    assert sum(step.connector_calls[method] for step in slow_steps) == calls > 0
+    for step in slow_steps:
         assert step.connector_self_us[method] >= 400 * step.connector_calls[method]
     others_us = [
         us

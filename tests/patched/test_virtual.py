@@ -42,12 +42,12 @@ BLOCKS = 200
 def prompts() -> list[list[int]]:
     rng = random.Random(5)
     stems = [[rng.randrange(1, 1000) for _ in range(1_500)] for _ in range(5)]
-    found = []
+    prompts = []
     for _ in range(150):
         stem = rng.choice(stems)[: rng.randrange(1, 1_500)]
         tail = [rng.randrange(1, 1000) for _ in range(rng.randrange(100))]
-        found.append(stem + tail)
-    return found
+        prompts.append(stem + tail)
+    return prompts
 
 
 def test_what_is_believed_is_what_the_engine_finds(model):
@@ -57,7 +57,7 @@ def test_what_is_believed_is_what_the_engine_finds(model):
         loop = asyncio.get_running_loop()
         instance = VirtualInstance(engine, loop, RequestTimes())
         index = VirtualIndex({"i": engine}, loop, 16)
-        found = []
+        pairs = []
         for prompt in prompts():
             body = VirtualBody(prompt, 3)
             await asyncio.sleep(0.001)
@@ -67,12 +67,12 @@ def test_what_is_believed_is_what_the_engine_finds(model):
             await answer.begin()
             while await answer.chunk():
                 pass
-            found.append((believed, instance.totals.cached_tokens - earlier))
-        return found
+            pairs.append((believed, instance.totals.cached_tokens - earlier))
+        return pairs
 
-    found = run_virtually(serve())
-    assert all(believed == cached for believed, cached in found)
-    assert sum(cached > 0 for _, cached in found) > 50
+    pairs = run_virtually(serve())
+    assert all(believed == cached for believed, cached in pairs)
+    assert sum(cached > 0 for _, cached in pairs) > 50
 
 
 SEEDS = [1, 2, 3]
@@ -112,11 +112,11 @@ REQUESTS = 4_000
 
 def poisson_ns(utilisation: float) -> list[int]:
     """When requests come that take a forward each."""
-    rng, now_ns, found = random.Random(1), 0.0, []
+    rng, now_ns, arrivals_ns = random.Random(1), 0.0, []
     for _ in range(REQUESTS):
         now_ns += rng.expovariate(utilisation / FORWARD_NS)
-        found.append(round(now_ns))
-    return found
+        arrivals_ns.append(round(now_ns))
+    return arrivals_ns
 
 
 def answered_ns(model, arrivals_ns: list[int], at_once: int) -> list[int]:
@@ -127,14 +127,14 @@ def answered_ns(model, arrivals_ns: list[int], at_once: int) -> list[int]:
         loop = asyncio.get_running_loop()
         instance = VirtualInstance(engine, loop, RequestTimes())
 
-        async def one(number: int, due_ns: int) -> int:
+        async def serve_at(number: int, due_ns: int) -> int:
             await loop.sleep_until(due_ns)
             prompt = [number // 1_000 + 1, number % 1_000 + 1] * 4
             await instance.request(VirtualRequest(prompt, output_tokens=1)).begin()
             return loop.now_ns()
 
         return await asyncio.gather(
-            *(one(number, due_ns) for number, due_ns in enumerate(arrivals_ns))
+            *(serve_at(number, due_ns) for number, due_ns in enumerate(arrivals_ns))
         )
 
     return run_virtually(serve())
@@ -161,7 +161,8 @@ def test_several_at_a_time_are_served_in_batches(model):
     while len(expected) < REQUESTS:
         begins_ns = max(free_ns, arrivals_ns[len(expected)])
         waiting = sum(
-            one <= begins_ns for one in arrivals_ns[len(expected) :][:at_once]
+            arrival_ns <= begins_ns
+            for arrival_ns in arrivals_ns[len(expected) :][:at_once]
         )
         free_ns = begins_ns + FORWARD_NS
         expected += [free_ns] * waiting
@@ -196,9 +197,9 @@ HOSTS = {
 def test_a_host_delays_steps_by_what_it_cannot_hide(model, host):
     ahead, took, *expected = HOSTS[host]
     scheduler_us = {"base_us": took * FORWARD_NS / 1e3} if took else {}
-    found = token_times_ns(virtual_engine(model, FEW_BLOCKS, ahead, **scheduler_us))
+    times_ns = token_times_ns(virtual_engine(model, FEW_BLOCKS, ahead, **scheduler_us))
     first_ns, step_ns = (forwards * FORWARD_NS for forwards in expected)
-    assert found == [first_ns + step_ns * step for step in range(TOKENS)]
+    assert times_ns == [first_ns + step_ns * step for step in range(TOKENS)]
 
 
 def test_a_walk_costs_its_slope_times_the_cache_in_every_step(model):

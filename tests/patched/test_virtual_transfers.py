@@ -54,8 +54,8 @@ def metadata(send=(), pull=(), dropped=()) -> SimpleNamespace:
 def reported(
     transfers: MooncakeTransfers, engine: str, now_ns: int
 ) -> tuple[list, list]:
-    found = transfers.step(engine, metadata(), now_ns)
-    return (found.finished_sending, found.finished_recving) if found else ([], [])
+    results = transfers.step(engine, metadata(), now_ns)
+    return (results.finished_sending, results.finished_recving) if results else ([], [])
 
 
 def test_a_transfer_takes_its_bytes_over_the_bandwidth_and_the_latency():
@@ -92,9 +92,9 @@ def test_pieces_are_sent_as_soon_as_they_and_the_links_are_ready(seed):
         for piece in range(1, pieces + 1):
             gone_ns = max(gone_ns, begun_ns + piece * interval_ns) + took_ns // pieces
         ready_ns = begun_ns + pieces * interval_ns
-        found = links.carry("p", "d", blocks, ready_ns, begun_ns)
-        assert found == pytest.approx(gone_ns, abs=2)
-        assert links.carry("p", "x", 0, 0) == found
+        arrived_ns = links.carry("p", "d", blocks, ready_ns, begun_ns)
+        assert arrived_ns == pytest.approx(gone_ns, abs=2)
+        assert links.carry("p", "x", 0, 0) == arrived_ns
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -151,8 +151,8 @@ def test_what_is_sent_while_it_is_computed_is_there_sooner():
         transfers.step("p", metadata(send=[("a", 0)]), 0)
         moves = [("d", metadata(pull=[("a", 20)]), pulled_ns)]
         moves.append(("p", metadata(send=[("a", 20)]), 1_000_000))
-        for engine, told, now_ns in moves:
-            transfers.step(engine, told, now_ns)
+        for engine, metadata_, now_ns in moves:
+            transfers.step(engine, metadata_, now_ns)
         end_ns += LATENCY_NS
         assert reported(transfers, "d", end_ns - 1) == ([], [])
         assert reported(transfers, "d", end_ns) == ([], ["da"])
@@ -174,7 +174,8 @@ def test_a_prompt_prefilled_elsewhere_is_pulled_and_both_engines_free_it(
     external, ended_ns = 0, []
     while p.has_work or d.has_work:
         engine = min(
-            (one for one in (p, d) if one.has_work), key=lambda e: e.clock.now_ns
+            (engine_ for engine_ in (p, d) if engine_.has_work),
+            key=lambda e: e.clock.now_ns,
         )
         for output in outputs.outputs if (outputs := engine.step()) else []:
             if output.request_id == "d":
@@ -189,7 +190,10 @@ def test_a_prompt_prefilled_elsewhere_is_pulled_and_both_engines_free_it(
     p.add("next", [5], 1, None)
     while p.has_work:
         p.step()
-    assert [one.core.scheduler.kv_cache_manager.usage for one in (p, d)] == [0, 0]
+    assert [engine_.core.scheduler.kv_cache_manager.usage for engine_ in (p, d)] == [
+        0,
+        0,
+    ]
 
 
 def test_the_pool_bounds_hand_offs_in_flight_and_a_full_batch_begins_none(model):
@@ -293,9 +297,9 @@ class Pair:
 
     async def used_blocks(self) -> list[float]:
         """Of both, after a step of each."""
-        for one in self.served.values():
-            await one.request(VirtualRequest([5], 1)).begin()
-        return [one.engine.gauges.usage for one in self.served.values()]
+        for instance in self.served.values():
+            await instance.request(VirtualRequest([5], 1)).begin()
+        return [instance.engine.gauges.usage for instance in self.served.values()]
 
 
 def run(what, model, overlapping: bool = False, **how) -> None:

@@ -62,13 +62,13 @@ def virtual_engine(
         "--max-num-batched-tokens": 8_192,
         "--max-num-seqs": max_requests,
     }
-    told = [str(part) for pair in arguments.items() for part in pair]
-    told += ["--skip-tokenizer-init", "--enforce-eager"]
+    argv = [str(part) for pair in arguments.items() for part in pair]
+    argv += ["--skip-tokenizer-init", "--enforce-eager"]
     if moves is not None:
-        told += ["--kv-transfer-config", json.dumps(connector)]
+        argv += ["--kv-transfer-config", json.dumps(connector)]
     if events:
-        told += EVENTS
-    return VirtualEngine(told, cost(**scheduler_us), overlapping, moves)
+        argv += EVENTS
+    return VirtualEngine(argv, cost(**scheduler_us), overlapping, moves)
 
 
 def run_virtually(work: Coroutine[Any, Any, Any]) -> Any:
@@ -121,8 +121,12 @@ class Witness:
                 "scheduled": dict(output.num_scheduled_tokens),
                 "new": [
                     # A worker in the same process adds to the very list.
-                    (one.req_id, one.num_computed_tokens, str(one.block_ids))
-                    for one in output.scheduled_new_reqs
+                    (
+                        request.req_id,
+                        request.num_computed_tokens,
+                        str(request.block_ids),
+                    )
+                    for request in output.scheduled_new_reqs
                 ],
                 "blocks": str(output.scheduled_cached_reqs.new_block_ids),
                 "preempted": set(output.preempted_req_ids),
@@ -134,33 +138,38 @@ class Witness:
         return output
 
 
-def told(outputs: Any) -> list[tuple]:
+def answers_of(outputs: Any) -> list[tuple]:
     """What the engine answers at the end of a round."""
     return [
-        (one.request_id, one.new_token_ids, one.finish_reason, one.num_cached_tokens)
-        for one in (outputs.outputs if outputs else [])
+        (
+            output.request_id,
+            output.new_token_ids,
+            output.finish_reason,
+            output.num_cached_tokens,
+        )
+        for output in (outputs.outputs if outputs else [])
     ]
 
 
 def drive_real(engine: NullEngine, script: list[Round]) -> list[list[tuple]]:
     core, answers = engine.core, []
-    for one in script:
-        for prompt, output_tokens in one.asked:
+    for turn in script:
+        for prompt, output_tokens in turn.asked:
             engine.add(prompt, output_tokens)
-        core.abort_requests(one.aborted)
+        core.abort_requests(turn.aborted)
         outputs, executed = core.step_fn()
         core.post_step(executed)
-        answers.append(told(outputs.get(0) if outputs else None))
+        answers.append(answers_of(outputs.get(0) if outputs else None))
     return answers
 
 
 def drive_virtual(engine: VirtualEngine, script: list[Round]) -> list[list[tuple]]:
     sent, answers = 0, []
-    for one in script:
-        for prompt, output_tokens in one.asked:
+    for turn in script:
+        for prompt, output_tokens in turn.asked:
             engine.add(str(sent), prompt, output_tokens, None)
             sent += 1
-        for request_id in one.aborted:
+        for request_id in turn.aborted:
             engine.abort(request_id)
-        answers.append(told(engine.step()))
+        answers.append(answers_of(engine.step()))
     return answers

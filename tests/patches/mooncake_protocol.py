@@ -298,9 +298,9 @@ class Pair:
             elif remote:
                 pairs += zip(local[-len(remote) :], remote, strict=True)
         source, destination = [p for p, _ in pairs], [d for _, d in pairs]
-        found = source, destination, [1] * len(pairs), failed
+        params = source, destination, [1] * len(pairs), failed
         message = "fewer blocks" if failed else None
-        return (*found, message) if self._by_group else found
+        return (*params, message) if self._by_group else params
 
     async def _transfer(self, executor, send, session, source, destination, lengths):
         fails = self.transfers_fail
@@ -545,10 +545,10 @@ Sources = dict[str, Path]
 
 def make_sources(release: str, patch: patcher.Patch, place: Path) -> Sources:
     """The connector of a release, as it is and patched."""
-    found = {}
+    sources = {}
     for side in SIDES:
         tree = copy_of(patch, package_of(release), place / side)
         if side == "patched":
             patcher.apply(tree, [patch])
-        found[side] = tree.root / CONNECTOR
-    return found
+        sources[side] = tree.root / CONNECTOR
+    return sources

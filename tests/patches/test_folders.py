@@ -88,9 +88,9 @@ def test_every_file_beside_a_manifest_is_added_by_some_patch():
             sources.add((PATCHES / name / file["source"]).resolve())
     # The recorder is a package of its own, all of which goes in.
     recorder = REPOSITORY / "probe" / "kvtax_probe"
-    found = {path for name in LOADED for path in (PATCHES / name).rglob("*.py")}
-    found |= set(recorder.glob("*.py"))
-    assert found == sources
+    paths = {path for name in LOADED for path in (PATCHES / name).rglob("*.py")}
+    paths |= set(recorder.glob("*.py"))
+    assert paths == sources
     others = {path.name for name in LOADED for path in (PATCHES / name).iterdir()}
     others -= {path.name for path in sources} | {"__pycache__"}
     assert others == {"patch.toml"}

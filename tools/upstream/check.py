@@ -57,21 +57,21 @@ Outcomes = dict[str, str]
 
 def read_outcomes(report: Path) -> Outcomes:
     """Read a file of pytest-reportlog: passed, failed, skipped or error."""
-    found: Outcomes = {}
+    outcomes: Outcomes = {}
     if not report.exists():
-        return found
+        return outcomes
     for line in report.read_text().splitlines():
         entry = json.loads(line)
         kind, name = entry["$report_type"], entry.get("nodeid")
         outcome = entry.get("outcome")
         if kind == "CollectReport" and outcome == "failed":
-            found[name] = "error"
+            outcomes[name] = "error"
         elif kind == "TestReport" and entry["when"] == "call":
-            found[name] = outcome
+            outcomes[name] = outcome
         elif kind == "TestReport" and outcome != "passed":
             # Before the test or after it; a skip is decided before.
-            found[name] = "skipped" if outcome == "skipped" else "error"
-    return found
+            outcomes[name] = "skipped" if outcome == "skipped" else "error"
+    return outcomes
 
 
 def differences(before: Outcomes, after: Outcomes) -> list[str]:
@@ -202,8 +202,8 @@ def chosen_tests(
     tests = list(release.tests)
     if not changed:
         return tests
-    found = [repository.tests_of_changed(commit, tests) for commit in commits]
-    return [test for test in tests if any(test in of for of in found)]
+    by_commit = [repository.tests_of_changed(commit, tests) for commit in commits]
+    return [test for test in tests if any(test in of for of in by_commit)]
 
 
 def run_alone(
