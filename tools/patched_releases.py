@@ -114,39 +114,55 @@ def fetch(version: str, place: Path) -> Path:
     return package
 
 
-def state(package: Path) -> dict[str, tuple[int, str]]:
-    """Return the mode and hash of each file of a package."""
-    return {
-        str(path.relative_to(package)): (
-            path.stat().st_mode,
-            hashlib.sha256(path.read_bytes()).hexdigest(),
-        )
-        for path in package.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
+class Package:
+    """Package of a release in a folder; a file is read again where it changed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        # Hash of each file by path and what rename or a write changes.
+        self._hashes: dict[tuple[Path, int, int, int], str] = {}
+
+    def state(self) -> dict[str, tuple[int, str]]:
+        """Return the mode and hash of each file."""
+        return {
+            str(path.relative_to(self.folder)): (path.stat().st_mode, self._hash(path))
+            for path in self.folder.rglob("*")
+            if path.is_file() and "__pycache__" not in path.parts
+        }
+
+    def _hash(self, path: Path) -> str:
+        stat = path.stat()
+        key = path, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns
+        if key not in self._hashes:
+            self._hashes[key] = hashlib.sha256(path.read_bytes()).hexdigest()
+        return self._hashes[key]
+
+    @property
+    def tree(self) -> patcher.Tree:
+        """Return what the patcher changes, as it is now."""
+        return patcher.Tree(self.folder)
 
 
-def outcome(patch: patcher.Patch, package: Path, version: str) -> str:
+def outcome(patch: patcher.Patch, package: Package, version: str) -> str:
     """Apply a patch twice and revert it. Raises Damaged if a promise is broken."""
     if not patch.is_needed(version):
         return NOT_NEEDED
-    before = state(package)
+    before = package.state()
     try:
-        patcher.apply(patcher.Tree(package), [patch])
+        patcher.apply(package.tree, [patch])
     except patcher.BlockPatchError as error:
-        if state(package) != before:
+        if package.state() != before:
             raise Damaged(f"{patch.name} was refused on {version} and wrote") from None
         return str(error).splitlines()[0]
-    after = state(package)
-    for path in after.keys() - before.keys() | {
-        path for path in before if before[path] != after.get(path)
-    }:
-        compile((package / path).read_bytes(), path, "exec", dont_inherit=True)
-    patcher.apply(patcher.Tree(package), [patch])
-    if state(package) != after:
+    after = package.state()
+    for path in (path for path in after if after[path] != before.get(path)):
+        code = (package.folder / path).read_bytes()
+        compile(code, path, "exec", dont_inherit=True)
+    patcher.apply(package.tree, [patch])
+    if package.state() != after:
         raise Damaged(f"{patch.name} on {version}: the second --apply changed a file")
-    patcher.revert(patcher.Tree(package), [patch.name])
-    if state(package) != before:
+    patcher.revert(package.tree, [patch.name])
+    if package.state() != before:
         raise Damaged(f"{patch.name} on {version}: --revert left another tree")
     return PASSES
 
@@ -161,7 +177,7 @@ def check(versions: Sequence[str]) -> Outcomes:
     outcomes: Outcomes = {patch.name: {} for patch in patches}
     for version in versions:
         with tempfile.TemporaryDirectory(prefix="kvtax-releases-") as place:
-            package = fetch(version, Path(place))
+            package = Package(fetch(version, Path(place)))
             for patch in patches:
                 outcomes[patch.name][version] = outcome(patch, package, version)
         refused = [n for n, of in outcomes.items() if of[version] not in KINDS]

@@ -365,6 +365,12 @@ TOUR = [
     *[("schedule", "u"), ("step",), ("finish", 0, 1), ("step",), ("wait", TIMEOUT_S)],
     *[("pull", [("t", 2)]), ("wait", 0.001), ("step",), ("wait", 1), ("step",)],
     *[("step",), ("pull", [("u", 1)]), ("wait", 1), ("step",), ("step",)],
+    # A send that fails after the loops were asked, and expires.
+    *[("schedule", "t"), ("schedule", "u"), ("step",), ("finish", 0, 1)],
+    *[("finish", 0, 1), ("step",), ("transfers_take", 3), ("transfers_fail", True)],
+    *[("pull", [("t", 1)]), ("transfers_fail", False), ("transfers_take", 0.01)],
+    *[("pull", [("u", 1)]), ("wait", 1), ("step",), ("wait", 3), ("step",)],
+    *[("wait", TIMEOUT_S), ("step",)],
 ]
 EXPIRY = "self.next_send_expire_time <= time.perf_counter()"
 # Per block, what stands there and what is put in its place.
@@ -379,6 +385,11 @@ EDITS = {
         "    send_meta.expire_time, send",
     ),
     "last left instead of first to expire": ("next_expire_time", "min(", "max("),
+    "those being sent are not looked at": (
+        "next_expire_time",
+        "values())",
+        "values() if not send_meta.sending)",
+    ),
     "only those being sent are looked at": (
         "next_expire_time",
         "values())",
