@@ -124,9 +124,14 @@ class BlockHashTracker(BlockPoolListener):
     block holds a key is looked up when the changes are taken. If they are not
     taken and become many more than the blocks of the pool, they are dropped
     for a copy of the cache. A tracker that is detached clears the map for good.
+
+    Attributes:
+        has_changes: Whether there is something to take.
+        is_detached: Whether a call raised, so that nothing more is noted.
     """
 
     def __init__(self, block_pool: "BlockPool") -> None:
+        self.has_changes = False
         self.is_detached = False
         self._block_pool = block_pool
         self._max_changed = 2 * block_pool.num_gpu_blocks
@@ -136,30 +141,33 @@ class BlockHashTracker(BlockPoolListener):
 
     def on_block_cached(self, key: BlockHashWithGroupId, block_id: int) -> None:
         self._changed.add(key)
+        self.has_changes = True
 
     def on_block_evicted(self, key: BlockHashWithGroupId, block_id: int) -> None:
         self._changed.add(key)
+        self.has_changes = True
         # Caching alone cannot go on for ever, so this is looked at only here.
         if len(self._changed) > self._max_changed:
             self.on_cache_reset()
 
     def on_cache_reset(self) -> None:
         self._changed.clear()
-        self._cleared = True
+        self.has_changes = self._cleared = True
 
     def on_detached(self) -> None:
-        self.is_detached = True
-        self._cleared = True
+        self._changed = set()
+        self.has_changes = self._cleared = self.is_detached = True
 
     def take(self) -> BlockHashChanges | None:
         """Return the changes since the last call, or None if there are none."""
-        if self.is_detached:
-            return self._take_nothing()
-        if not (self._changed or self._cleared):
+        if not self.has_changes:
             return None
         block_map = self._block_pool.cached_block_hash_to_block
         changes = BlockHashChanges(cleared=self._cleared, cached={}, evicted=[])
-        keys = block_map.listeners.cache if self._cleared else self._changed
+        if self._cleared and not self.is_detached:
+            keys = set(block_map.listeners.cache)
+        else:
+            keys = self._changed
         for key in keys:
             block = block_map.get_one_block(key)
             if block is not None:
@@ -167,9 +175,5 @@ class BlockHashTracker(BlockPoolListener):
             else:
                 changes.evicted.append(key)
         self._changed.clear()
-        self._cleared = False
+        self.has_changes = self._cleared = False
         return changes
-
-    def _take_nothing(self) -> BlockHashChanges | None:
-        cleared, self._cleared = self._cleared, False
-        return BlockHashChanges(True, {}, []) if cleared else None

@@ -36,12 +36,16 @@ NOT_BOUND = (
 
 
 class BlockHashSource(Protocol):
+    """Where changes come from; a step without any asks only whether there are some."""
+
+    has_changes: bool
+
     def take(self) -> BlockHashChanges | None:
         """Return the changes since the last call; None if there are none."""
 
 
 class StepFence:
-    """Withholds blocks from the worker's map until the steps that write them end.
+    """Fence that withholds blocks from the worker's map until they are written.
 
     vLLM caches a block while it schedules the step that computes it. A step begins at
     the end of its schedule() and ends when its output has been processed; steps may
@@ -59,9 +63,9 @@ class StepFence:
     def begin_step(self) -> BlockHashChanges | None:
         """Return what the worker must learn with this step; None if nothing."""
         self._begun += 1
-        changes = self.source.take()
-        if changes is None and not self.unwritten:
+        if not (self.source.has_changes or self.unwritten):
             return None
+        changes = self.source.take()
         delta = BlockHashChanges(cleared=False, cached={}, evicted=[])
         if changes is not None:
             if changes.cleared:
@@ -107,7 +111,9 @@ def block_hash_fence(config: KVTransferConfig, block_pool: "BlockPool") -> StepF
 
 
 class BlockHashWalk:
-    """Compares all cached block hashes with those of the last call."""
+    """Comparison of all cached block hashes with those of the last call."""
+
+    has_changes = True
 
     def __init__(self, block_pool: "BlockPool"):
         self._block_pool = block_pool

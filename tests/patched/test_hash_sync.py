@@ -263,6 +263,10 @@ class Source:
     def __init__(self) -> None:
         self.changes: BlockHashChanges | None = None
 
+    @property
+    def has_changes(self) -> bool:
+        return self.changes is not None
+
     def take(self) -> BlockHashChanges | None:
         changes, self.changes = self.changes, None
         return changes

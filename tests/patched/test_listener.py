@@ -192,7 +192,6 @@ def test_a_tracker_that_raises_withdraws_everything_and_reports_nothing_again(mo
     else:
         pool.evict_blocks({blocks[0 if moment == "one of two" else 2].block_id})
     assert tracker.is_detached
-    tracker._changed = set()
     cache(pool, b"d")
     tracker.take().apply_to(block_ids)
     assert block_ids == {}
