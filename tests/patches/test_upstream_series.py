@@ -233,11 +233,10 @@ def test_counts_are_of_one_commits_tests_and_of_those_beside():
 @pytest.mark.parametrize(
     ("text", "lines"),
     [
-        ("Threads as of <!--threads-->2026-01-01<!--/threads-->.", [1]),
-        ("Threads as of <!--threads-->2026-02-20<!--/threads-->.", []),
+        ("Threads, looked up on 2026-01-01, in an index.", [1]),
+        ("Threads were looked up on 2026-02-20.", []),
         ("Measured on 2026-01-01.", []),
-        ("| a | 2026-01-01 |\n| b | 2026-01-01, again 2026-02-27 |", [1]),
-        ("| a | open |", []),
+        ("\n| a | looked up on 2026-01-01 |\n| b | looked up on 2026-02-27 |", [2]),
     ],
 )
 def test_threads_that_were_looked_up_more_than_60_days_ago_are_named(text, lines):

@@ -11,21 +11,16 @@ from kvtax.paths import REPOSITORY
 
 MOST_DAYS = 60
 PAGES = ("patches/upstream/descriptions.md", "docs/answers.md")
-DATE = re.compile(r"\b20\d\d-\d\d-\d\d\b")
+LOOKED_UP = re.compile(r"looked up on (20\d\d-\d\d-\d\d)")
 
 
 def old_threads(text: str, today: datetime.date) -> Iterator[tuple[int, int]]:
-    """Yield (line, days) of each line whose newest date is too old.
-
-    A row of a table, or the line that dates a page, is a look at a thread.
-    """
+    """Yield (line, days) of each date at which threads were looked up too long ago."""
     for number, line in enumerate(text.splitlines(), start=1):
-        dates = DATE.findall(line)
-        if not dates or not (line.startswith("|") or "<!--threads-->" in line):
-            continue
-        days = (today - datetime.date.fromisoformat(max(dates))).days
-        if days > MOST_DAYS:
-            yield number, days
+        for date in LOOKED_UP.findall(line):
+            days = (today - datetime.date.fromisoformat(date)).days
+            if days > MOST_DAYS:
+                yield number, days
 
 
 def warnings(today: datetime.date) -> list[str]:
