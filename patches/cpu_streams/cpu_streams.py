@@ -58,12 +58,12 @@ class Event:
         pass
 
     def elapsed_time(self, _: "Event") -> float:
-        """In ms. A time to divide by."""
+        """Return ms: a time to divide by."""
         return 1.0
 
 
 def nothing(*_: Any, **__: Any) -> int:
-    """In place of the driver's copy, say; the status says that all went well."""
+    """Do nothing in place of a copy of the driver, and report success."""
     return 0
 
 

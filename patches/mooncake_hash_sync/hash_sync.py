@@ -36,7 +36,7 @@ NOT_BOUND = (
 
 
 class BlockHashSource(Protocol):
-    """Where changes come from; a step without any asks only whether there are some."""
+    """Source of changes; a quiet step looks at `has_changes` only."""
 
     has_changes: bool
 
