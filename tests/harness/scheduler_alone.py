@@ -19,13 +19,15 @@ from vllm.config import KVTransferConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import (
-    get_kv_cache_config_from_groups,
-    get_request_block_hasher,
-    init_none_hash,
-)
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -70,11 +72,7 @@ class LoneScheduler:
         if hasattr(config.cache_config, "kv_cache_layout"):
             # Later releases' engine core resolves it; any will do here.
             config.cache_config.kv_cache_layout = "LBNHC"
-        cache = get_kv_cache_config_from_groups(
-            config,
-            [KVCacheGroupSpec(["layer"], spec)],
-            spec.page_size_bytes * num_blocks,
-        )
+        cache = cache_config(config, spec, num_blocks)
         config.cache_config.num_gpu_blocks = num_blocks
         # The config is made without a connector: checks for a GPU would refuse some.
         config.kv_transfer_config = KVTransferConfig(**kv_transfer)
@@ -144,6 +142,25 @@ class LoneScheduler:
             ),
         )
         return output
+
+
+def cache_config(config: Any, spec: FullAttentionSpec, num_blocks: int) -> Any:
+    """Return the config of a cache with one layer."""
+    groups = [KVCacheGroupSpec(["layer"], spec)]
+    size = spec.page_size_bytes * num_blocks
+    if make := getattr(kv_cache_utils, "get_kv_cache_config_from_groups", None):
+        return make(config, groups, size)
+    # From 0.33.0 on.
+    page = spec.page_size_bytes
+    tensor = KVCacheTensor(size, ["layer"], layer_stride=size, block_stride=page)
+    return KVCacheConfig(
+        num_blocks,
+        [tensor],
+        groups,
+        kv_cache_layout="LBNHC",
+        hash_block_size=BLOCK_SIZE,
+        cache_hit_alignment_tokens=BLOCK_SIZE,
+    )
 
 
 V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
