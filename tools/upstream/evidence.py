@@ -28,6 +28,7 @@ import numpy as np
 from kvtax.engine.engine_process import EngineProcess
 from kvtax.engine.installation import Installation
 from kvtax.engine.releases import on_sources, release, tested_releases
+from kvtax.engine.server import tail
 from kvtax.paths import REPOSITORY
 from kvtax.records.estimate import Estimate
 from kvtax.report.markdown import table
@@ -160,10 +161,14 @@ def measure(patch: str, figure: Figure, installed: Installation) -> list[Row]:
         process.wait_ready()
         rows = []
         for case, arguments in figure.cases.items():
-            rounds = [
-                process.ask(figure.function, number, *arguments)
-                for number in range(ROUNDS)
-            ]
+            try:
+                rounds = [
+                    process.ask(figure.function, number, *arguments)
+                    for number in range(ROUNDS)
+                ]
+            except Exception:
+                print(tail(Path(folder, "engine", "log")), file=sys.stderr)
+                raise
             rows.append(_row(case, np.array(rounds)))
             print(f"{case}: {rows[-1].before:.1f}, {rows[-1].after:.1f}", flush=True)
         return rows
