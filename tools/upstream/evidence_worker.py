@@ -200,17 +200,18 @@ class Side:
         from vllm.v1.core.block_pool import BlockPool
 
         self.pool = BlockPool(blocks, True, HASH_TOKENS)
-        self._keys = 0
+        self._prompts = 0
 
     def take(self, count: int) -> list[Any] | None:
         """Allocate and cache blocks; None if they do not fit."""
         if self.pool.get_num_free_blocks() < count:
             return None
         blocks: list[Any] = self.pool.get_new_blocks(count)
-        for block in blocks:
-            self._keys += 1
-            block.block_hash = self._keys.to_bytes(8, "big") + b"0000"
-            self.pool.cached_block_hash_to_block.insert(block.block_hash, block)
+        self._prompts += 1
+        request = SimpleNamespace(
+            block_hashes=hashes(self._prompts, count * HASH_TOKENS)
+        )
+        self.pool.cache_full_blocks(request, blocks, 0, count, HASH_TOKENS, 0)
         return blocks
 
     def give(self, blocks: list[Any]) -> None:
