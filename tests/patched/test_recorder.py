@@ -78,17 +78,17 @@ def own(times: dict, how: str) -> dict:
 
 @pytest.mark.parametrize("how", HOW)
 def test_every_call_counts_in_its_step(model, folder, how):
-    found = run(model, folder, how)
-    assert (found.scheduled_early > 50) == (how == "with_two_steps_in_flight")
-    for step, calls in found.pairs():
+    recorded = run(model, folder, how)
+    assert (recorded.scheduled_early > 50) == (how == "with_two_steps_in_flight")
+    for step, calls in recorded.pairs():
         assert own(step.connector_calls, how) == calls_of(calls), step
 
 
 @pytest.mark.parametrize("how", HOW)
 def test_what_a_call_takes_is_what_the_connector_took(model, folder, how):
-    found = run(model, folder, how)
+    recorded = run(model, folder, how)
     extra_us = []
-    for step, calls in found.pairs():
+    for step, calls in recorded.pairs():
         times = own(step.connector_us, how)
         for name, us in us_of(calls).items():
             assert times[name] > us
@@ -118,20 +118,20 @@ def test_both_worker_paths_record_the_four_calls_that_the_report_names(
 
 @pytest.mark.parametrize("side", ["SCHEDULER", "WORKER"])
 def test_methods_of_the_whole_interface_are_called_and_named(model, folder, side):
-    found = run(model, folder, "alone")
-    called = set().union(*(s.connector_calls for s in found.steps[side].values()))
+    recorded = run(model, folder, "alone")
+    called = set().union(*(s.connector_calls for s in recorded.steps[side].values()))
     assert called >= CALLED[side]
-    header = found.engine if side == "SCHEDULER" else found.worker
+    header = recorded.engine if side == "SCHEDULER" else recorded.worker
     assert set(header.methods) == set(METHODS) >= called
 
 
 def test_the_null_model_calls_the_hooks_of_each_layer_as_attention_does(model, folder):
-    found = run(model, folder, "alone")
-    for step_id, step in found.steps["WORKER"].items():
-        computes = found.steps["SCHEDULER"][step_id].scheduled > 0
+    recorded = run(model, folder, "alone")
+    for step_id, step in recorded.steps["WORKER"].items():
+        computes = recorded.steps["SCHEDULER"][step_id].scheduled > 0
         for name in ("wait_for_layer_load", "save_kv_layer"):
             assert step.connector_calls.get(name, 0) == 48 * computes
-    names, shapes, metadata = map(set, zip(*found.saved, strict=True))
+    names, shapes, metadata = map(set, zip(*recorded.saved, strict=True))
     assert names == {f"layers.{number}.attention" for number in range(48)}
     # Its dimension was the second one once, after keys and values.
     (shape,) = shapes
@@ -140,8 +140,8 @@ def test_the_null_model_calls_the_hooks_of_each_layer_as_attention_does(model, f
 
 
 def test_children_of_a_multi_connector_are_apart_and_add_up(model, folder):
-    found = run(model, folder, "in_multi")
-    for side in found.steps.values():
+    recorded = run(model, folder, "in_multi")
+    for side in recorded.steps.values():
         for step in side.values():
             times, self_us = step.connector_us, step.connector_self_us
             outer = {name for name in times if "[" not in name}
@@ -150,10 +150,10 @@ def test_children_of_a_multi_connector_are_apart_and_add_up(model, folder):
                 children = [times.get(f"{c}.{name}", 0) for c in CHILDREN]
                 assert self_us[name] + sum(children) == pytest.approx(times[name])
                 assert children[1] > SPIN_US
-    assert "NoopConnector[0].build_connector_meta" in found.engine.methods
+    assert "NoopConnector[0].build_connector_meta" in recorded.engine.methods
     # It only returns a constant: it has no time that could be taken.
-    assert "NoopConnector[0].save_kv_layer" not in found.worker.methods
-    assert "save_kv_layer" in found.worker.methods
+    assert "NoopConnector[0].save_kv_layer" not in recorded.worker.methods
+    assert "save_kv_layer" in recorded.worker.methods
 
 
 CHILDREN = ("NoopConnector[0]", "Busy[1]")

@@ -111,7 +111,7 @@ def full_blocks(prompt_tokens: int, output_tokens: int) -> int:
 
 
 @pytest.fixture(scope="session")
-def found(model, tmp_path_factory) -> SimpleNamespace:
+def recorded(model, tmp_path_factory) -> SimpleNamespace:
     folder = tmp_path_factory.mktemp("steps")
     with pytest.MonkeyPatch.context() as patch, recording(folder):
         patch.setenv("KVTAX_STEP_RECORDS_LABEL", '{"test": 1}')
@@ -146,10 +146,10 @@ def total(steps: list[dict], field: str) -> int:
     return sum(step.get(field, 0) for step in steps)
 
 
-def test_header_says_what_the_file_is(found):
-    assert sorted(path.stem for path in found.life.iterdir()) == FILES
-    for name, header in zip(("engine", "worker"), found.headers, strict=True):
-        assert header["life"] == found.life.name
+def test_header_says_what_the_file_is(recorded):
+    assert sorted(path.stem for path in recorded.life.iterdir()) == FILES
+    for name, header in zip(("engine", "worker"), recorded.headers, strict=True):
+        assert header["life"] == recorded.life.name
         assert header["schema"] == f"kvtax.{name}_step/1"
         assert header["clock"] == "CLOCK_MONOTONIC"
         assert header["vllm_version"].startswith(INSTALLED)
@@ -157,26 +157,26 @@ def test_header_says_what_the_file_is(found):
         assert header["lost"] == 0
         assert set(header["wrapper_us"]) == {"inside", "timed", "counted"}
     constant = {"start_load_kv", "wait_for_save", "save_kv_layer"}
-    assert constant <= set(found.headers[1]["constant"])
-    assert "get_finished" not in found.headers[1]["methods"]
+    assert constant <= set(recorded.headers[1]["constant"])
+    assert "get_finished" not in recorded.headers[1]["methods"]
 
 
-def test_every_engine_step_has_one_engine_and_one_worker_record(found):
-    count = found.phases["preempting"].steps.stop
+def test_every_engine_step_has_one_engine_and_one_worker_record(recorded):
+    count = recorded.phases["preempting"].steps.stop
     # The worker's last one too, which no next step ends.
-    for steps in (found.engine, found.worker):
+    for steps in (recorded.engine, recorded.worker):
         assert [step["step_id"] for step in steps] == list(range(count))
-    for engine, worker in zip(found.engine, found.worker, strict=True):
+    for engine, worker in zip(recorded.engine, recorded.worker, strict=True):
         assert ENGINE_FIELDS <= set(engine) <= ENGINE_FIELDS | SOMETIMES
         assert ("thread_cpu_us" in engine) == (engine["step_id"] > 0)
         assert set(worker) == WORKER_FIELDS
 
 
 @pytest.mark.parametrize("name", ["mixed", "one_token_chunk"])
-def test_tokens_reconcile_with_what_the_requests_had(found, name):
+def test_tokens_reconcile_with_what_the_requests_had(recorded, name):
     """A last prompt chunk of one token counts as a decode."""
-    phase = found.phases[name]
-    steps, as_decode = found.engine[phase.steps], int(name == "one_token_chunk")
+    phase = recorded.phases[name]
+    steps, as_decode = recorded.engine[phase.steps], int(name == "one_token_chunk")
     # Three blocks of the repeated prompt.
     assert phase.cached_tokens == (0 if as_decode else 48)
     prompt = sum(prompt for prompt, _ in phase.sizes) - phase.cached_tokens
@@ -187,31 +187,31 @@ def test_tokens_reconcile_with_what_the_requests_had(found, name):
     assert total(steps, "preemptions") == 0
 
 
-def test_cache_size_follows_the_block_arithmetic(found):
+def test_cache_size_follows_the_block_arithmetic(recorded):
     sizes = {
-        name: [step["cache_size"] for step in found.engine[phase.steps]]
-        for name, phase in found.phases.items()
+        name: [step["cache_size"] for step in recorded.engine[phase.steps]]
+        for name, phase in recorded.phases.items()
     }
     # Step k computes the prompt and k more tokens; the last step only cleans up.
     computed = [50 + k for k in range(100)] + [50 + 100 - 1]
     assert sizes["single"] == [tokens // BLOCK_SIZE for tokens in computed]
     assert sizes["mixed"] == sorted(sizes["mixed"])
-    assert sizes["mixed"][-1] == found.phases["mixed"].blocks
+    assert sizes["mixed"][-1] == recorded.phases["mixed"].blocks
     assert sizes["one_token_chunk"][-1] > 1_000
     assert set(sizes["after_reset"]) == {0}
 
 
-def test_preemptions_are_counted_and_blocks_run_out(found):
-    phase = found.phases["preempting"]
-    steps = found.engine[phase.steps]
+def test_preemptions_are_counted_and_blocks_run_out(recorded):
+    phase = recorded.phases["preempting"]
+    steps = recorded.engine[phase.steps]
     assert total(steps, "preemptions") == len(phase.preempted) > 0
     assert min(step["free_blocks"] for step in steps) < 50
     assert max(step["waiting"] for step in steps) > 0
     assert all(step["scheduled"] <= step["running"] for step in steps)
 
 
-def test_parts_of_a_step_fit_into_it(found):
-    for engine, worker in zip(found.engine, found.worker, strict=True):
+def test_parts_of_a_step_fit_into_it(recorded):
+    for engine, worker in zip(recorded.engine, recorded.worker, strict=True):
         assert 0 < engine["build_meta_us"] <= engine["schedule_us"]
         assert engine["update_us"] > 0
         parts = engine["schedule_us"] + worker["execute_model_us"] + engine["update_us"]
