@@ -316,10 +316,10 @@ def _classes(arms: dict[str, Any], requests: pl.DataFrame) -> Iterator[Row]:
     label = "elastic, HEAVY above 20k"
     yield BY_CLASS.row(f"{label}: % of requests", 100 * len(heavy) / max(1, len(own)))
     for level, metric, quantile in LEVELS[:3]:
-        found = _number(heavy[metric].quantile(float(quantile[1:]) / 100))
+        level_here = _number(heavy[metric].quantile(float(quantile[1:]) / 100))
         scale = 1 if metric == "tpot_ms" else 1e3
         yield BY_CLASS.row(
-            f"{label}: {level}", None if found is None else found / scale
+            f"{label}: {level}", None if level_here is None else level_here / scale
         )
 
 
@@ -331,8 +331,8 @@ def _class_rows(arm: Any, name: str, classes: Iterable[str]) -> Iterator[Row]:
         share = 100 * n / of_all["all"]["n"]
         yield BY_CLASS.row(f"{label}: % of requests", share)
         for level, metric, quantile in LEVELS[:3]:
-            found = _level(arm, metric, quantile, kind)
-            yield BY_CLASS.row(f"{label}: {level}", found)
+            level_here = _level(arm, metric, quantile, kind)
+            yield BY_CLASS.row(f"{label}: {level}", level_here)
 
 
 def _elastic(arms: dict[str, Any]) -> Iterator[Row]:
@@ -346,8 +346,8 @@ def _elastic(arms: dict[str, Any]) -> Iterator[Row]:
         ("queue and prefill on P, p50", "prefill"),
         ("transfer and start on D, p50", "handover"),
     ):
-        found = phases[phase]["value"] / 1e3 if phases[phase] else None
-        yield OFFLOADING.row(name, found)
+        level_here = phases[phase]["value"] / 1e3 if phases[phase] else None
+        yield OFFLOADING.row(name, level_here)
     share = 100 * offloads["begun"] / offloads["requests"]
     yield OFFLOADING.row("requests offloaded, %", share)
 
@@ -355,13 +355,13 @@ def _elastic(arms: dict[str, Any]) -> Iterator[Row]:
 def _cache(arms: dict[str, Any]) -> Iterator[Row]:
     def apc(arm: str) -> list[float]:
         counted = arms[arm]["repeats"][0]["apc"]["instances"].values()
-        return sorted((100 * one["apc"] for one in counted), reverse=True)
+        return sorted((100 * each["apc"] for each in counted), reverse=True)
 
     for arm, name in (("lmetric@1", "LMetric"), ("lmetric_plus_one@1", "LMetric + 1")):
-        for place, found in enumerate(apc(arm), 1):
+        for place, level_here in enumerate(apc(arm), 1):
             figure = f"LMetric: APC of instance {place}, %"
             what = f"{name}: APC of instance {place}, %"
-            yield CACHE.row(what, found, figure=figure)
+            yield CACHE.row(what, level_here, figure=figure)
     overall = {
         arm: 100 * arms[arm]["repeats"][0]["apc"]["overall"]["apc"]
         for arm in ("linear@1", "round_robin@1")
@@ -380,7 +380,7 @@ def _thousand(run: Path) -> Iterator[Row]:
     document = _analysis(run, "study_thousand", ["linear@1"])
     repeat = document["arms"]["linear@1"]["repeats"][0]
     yield THOUSAND.row("token imbalance", repeat["imbalance"]["max_over_min"])
-    runs = [one for one in read_run(run) if one.info.arm == "linear@1"]
+    runs = [each for each in read_run(run) if each.info.arm == "linear@1"]
     requests = requests_frame(runs[:1])
     by_instance = requests.group_by("instance").agg(
         pl.col("usage_prompt_tokens").sum().alias("tokens")

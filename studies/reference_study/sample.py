@@ -82,20 +82,20 @@ def figures(requests: list[Request]) -> list[Figure]:
 
 
 def _lengths(requests: list[Request]) -> Iterator[Here]:
-    found = describe(requests, "")
-    yield "duration, s", found.duration_s, 300
-    yield "input tokens, mean", found.input_tokens.mean, 1_000
-    yield "output tokens, p50", found.output_tokens.p50, 2
-    yield "prefill share, %", 100 * found.prefill_share, 1
+    stats = describe(requests, "")
+    yield "duration, s", stats.duration_s, 300
+    yield "input tokens, mean", stats.input_tokens.mean, 1_000
+    yield "output tokens, p50", stats.output_tokens.p50, 2
+    yield "prefill share, %", 100 * stats.prefill_share, 1
 
 
 def _sessions(requests: list[Request]) -> Iterator[Here]:
-    found = describe(requests, "", largest=3)
+    stats = describe(requests, "", largest=3)
     whole = len(requests) > FIRST_REQUESTS
     if whole:
-        yield "requests", found.requests, 0
-    yield "sessions", found.sessions, 0 if whole else 8
-    top = 100 * found.top_sessions_share_of_input_tokens
+        yield "requests", stats.requests, 0
+    yield "sessions", stats.sessions, 0 if whole else 8
+    top = 100 * stats.top_sessions_share_of_input_tokens
     yield "tokens of the top 5 sessions, %", top, 1 if whole else 8
     tolerance = 0.2 if whole else None
     yield "token imbalance, sticky", _imbalance(requests), tolerance
@@ -103,15 +103,17 @@ def _sessions(requests: list[Request]) -> Iterator[Here]:
 
 def _reuse(requests: list[Request]) -> Iterator[Here]:
     """Yield what an infinite cache would save, and where."""
-    found = describe(requests, "")
-    within = found.intra_session_share_of_reuse or 0
-    yield "APC, infinite cache, %", 100 * found.apc_infinite, 1.5
+    stats = describe(requests, "")
+    within = stats.intra_session_share_of_reuse or 0
+    yield "APC, infinite cache, %", 100 * stats.apc_infinite, 1.5
     yield "reuse within the session, % of reuse", 100 * within, 1.5
-    across = 100 * found.apc_infinite * (1 - within)
+    across = 100 * stats.apc_infinite * (1 - within)
     yield "tokens shared with other sessions, %", across, 0.5
-    yield "input tokens per output token", found.io_ratio or 0, 1.5
+    yield "input tokens per output token", stats.io_ratio or 0, 1.5
     new = new_tokens(requests)
-    is_warm = [2 * n < one.input_tokens for n, one in zip(new, requests, strict=True)]
+    is_warm = [
+        2 * n < request.input_tokens for n, request in zip(new, requests, strict=True)
+    ]
     warm = [n for n, warm in zip(new, is_warm, strict=True) if warm]
     cold = [n for n, warm in zip(new, is_warm, strict=True) if not warm]
     share = 100 * len(warm) / len(requests)
@@ -142,12 +144,12 @@ def _classes(first: list[Request]) -> Iterator[Here]:
 def new_tokens(requests: list[Request]) -> list[int]:
     """Return each request's tokens that no earlier one had."""
     seen: set[int] = set()
-    found = []
+    lengths = []
     for request in requests:
         cached = sum(1 for _ in takewhile(seen.__contains__, request.hashes))
         seen.update(request.hashes)
-        found.append(request.input_tokens - cached * request.block_tokens)
-    return found
+        lengths.append(request.input_tokens - cached * request.block_tokens)
+    return lengths
 
 
 def _class(new_tokens: float) -> str:

@@ -132,7 +132,7 @@ def test_arms_are_compared_with_the_first_and_as_the_expectations_say():
         for repeat in range(3)
         for session in range(40)
     ]
-    judged = compared(pl.DataFrame(rows))
+    judged = compared(pl.DataFrame(rows, infer_schema_length=None))
     pairs = [
         ("dynamo", "linear"),
         ("dynamo_agentic", "linear"),

@@ -173,7 +173,8 @@ def of(requests: pl.DataFrame, run: ArmRun) -> pl.DataFrame:
 def block_tokens(runs: list[ArmRun]) -> int:
     """Return the largest block of any instance; 1 where none is named."""
     return max(
-        (one.block_tokens for run in runs for one in run.info.instances), default=1
+        (instance.block_tokens for run in runs for instance in run.info.instances),
+        default=1,
     )
 
 
@@ -241,10 +242,10 @@ def _policy(info: ArmRecord) -> str | None:
 
 
 def by_arm(runs: list[ArmRun]) -> dict[str, list[ArmRun]]:
-    found: dict[str, list[ArmRun]] = {}
+    arms: dict[str, list[ArmRun]] = {}
     for run in runs:
-        found.setdefault(run.info.arm, []).append(run)
-    return found
+        arms.setdefault(run.info.arm, []).append(run)
+    return arms
 
 
 def _made(run: ArmRun) -> Made:

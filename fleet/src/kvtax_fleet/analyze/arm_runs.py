@@ -52,10 +52,10 @@ def read_run(run_dir: Path) -> list[ArmRun]:
 
     Raises RecordsError when there is none, or a file of one is wrong.
     """
-    found = sorted(run_dir.rglob("arm.json"))
-    if not found:
+    files = sorted(run_dir.rglob("arm.json"))
+    if not files:
         raise RecordsError(f"{run_dir}: no arm.json in it or below: not a fleet run")
-    runs = [read_arm(path.parent) for path in found]
+    runs = [read_arm(path.parent) for path in files]
     return sorted(runs, key=_place)
 
 
@@ -104,13 +104,13 @@ def _records(
 
 def _counters(folder: Path) -> dict[str, tuple[str, str]]:
     """Read the text of /metrics before and after, of each instance that has both."""
-    found = {}
+    files = {}
     for before in sorted(folder.glob("*.before.prom")):
         name = before.name.removesuffix(".before.prom")
         after = folder / f"{name}.after.prom"
         if after.exists():
-            found[name] = (before.read_text(), after.read_text())
-    return found
+            files[name] = (before.read_text(), after.read_text())
+    return files
 
 
 def name_instances(requests: list[ReplayedRequest], instances: Path) -> None:
@@ -127,9 +127,9 @@ def name_instances(requests: list[ReplayedRequest], instances: Path) -> None:
             continue
         lines = read_engine_requests(path)
         hashed = lines.header.ids == "hashed"
-        for one in lines.records:
-            arrived = one.arrival_ns, instance.name
-            served[one.id] = max(served.get(one.id, arrived), arrived)
+        for record in lines.records:
+            arrived = record.arrival_ns, instance.name
+            served[record.id] = max(served.get(record.id, arrived), arrived)
     for request in requests:
         _, name = served.get(
             ids_of_completion(in_header(request.id))[hashed], (0, None)

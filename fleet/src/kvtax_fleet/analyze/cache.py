@@ -204,10 +204,10 @@ def mirror_against_exact(folder: Path) -> MirrorDifference | None:
     if not path.exists():
         return None
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Breakdown)
+        breakdown = msgspec.json.decode(path.read_bytes(), type=Breakdown)
     except msgspec.DecodeError as error:
         raise RecordsError(f"{path}: {error}") from None
-    caches = [one.cache for one in found.instances.values()]
+    caches = [entry.cache for entry in breakdown.instances.values()]
     prompts = sum(cache.compared_prompts or 0 for cache in caches)
     if prompts == 0:
         return None

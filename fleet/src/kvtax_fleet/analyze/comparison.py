@@ -120,13 +120,13 @@ def percent_differences(
 
     `requests` ended ok (same_requests).
     """
-    found: dict[str, Levels] = {}
+    result: dict[str, Levels] = {}
     for metric in TITLES:
         ours = levels_of(requests, arm, metric, draws, spreads)
         theirs = levels_of(requests, baseline, metric, draws, spreads)
         percent = {at: _percent(ours[at], theirs[at]) for at in ours}
-        found[metric] = estimates(percent, 3)
-    return found
+        result[metric] = estimates(percent, 3)
+    return result
 
 
 def levels_of(
@@ -176,11 +176,11 @@ def comparisons(
         if not refused.get(arm)
     }
     spreads = Spreads(requests, alike)
-    found = []
+    result = []
     for arm, reasons in refused.items():
         baseline, info = baselines[arm], arms[arm]
         entry = Comparison(arm, baseline, info.same_as == baseline, reasons)
-        found.append(entry)
+        result.append(entry)
         if reasons:
             continue
         pair = requests.filter(pl.col("arm").is_in([arm, baseline]))
@@ -191,7 +191,7 @@ def comparisons(
         entry.verdicts = verdicts(entry.percent, entry.reach)
         if info.virtual:
             entry.paired = paired(pair, arm, baseline)
-    return found
+    return result
 
 
 def _reaches(spreads: Spreads, arm: str, baseline: str) -> Reaches:
@@ -255,7 +255,7 @@ def paired_means(
 
 
 def _pairs(requests: pl.DataFrame, arm: str, baseline: str) -> pl.DataFrame:
-    ours, theirs = (requests.filter(pl.col("arm") == one) for one in (arm, baseline))
+    ours, theirs = (requests.filter(pl.col("arm") == each) for each in (arm, baseline))
     return ours.join(theirs, on=["id", "repeat"], suffix="_before")
 
 
@@ -335,7 +335,11 @@ class Spreads:
         self._of_pairs = _run_spreads(pairs)
         at = {
             concurrency: _run_spreads(
-                [one for group, one in logs.items() if group.concurrency == concurrency]
+                [
+                    each
+                    for group, each in logs.items()
+                    if group.concurrency == concurrency
+                ]
             )
             for concurrency in {group.concurrency for group in groups}
         }
@@ -366,7 +370,7 @@ class Spreads:
         By the runs of all A/A pairs, whatever their concurrency. None without a pair.
         """
         spread = self._of_pairs[metric, quantile]
-        runs = [self.runs.get(one, 0) for one in (arm, baseline)]
+        runs = [self.runs.get(each, 0) for each in (arm, baseline)]
         if spread is None or not all(runs):
             return None
         reach = spread.reach(*runs)
@@ -377,14 +381,14 @@ def _log_levels(requests: pl.DataFrame) -> dict[tuple[str, str], Floats]:
     """Log of each level in each run, of the requests that all these runs share."""
     _, kept = same_requests(requests)
     runs = kept.partition_by("arm", "repeat")
-    found = {}
+    result = {}
     for metric in TITLES:
         levels = np.array([_run_levels(run[metric].drop_nulls()) for run in runs])
         with np.errstate(divide="ignore", invalid="ignore"):
             logs = np.log(levels.reshape(len(runs), len(QUANTILES)))
         for column, quantile in enumerate(QUANTILES):
-            found[metric, quantile] = logs[:, column]
-    return found
+            result[metric, quantile] = logs[:, column]
+    return result
 
 
 def _run_levels(values: pl.Series) -> list[float]:
@@ -410,8 +414,8 @@ def _wider(
 ) -> dict[tuple[str, str], RunSpread | None]:
     """Widen the pooled spread to that of an arm's own runs."""
     return {
-        key: replace(spread, log_sd=max(spread.log_sd, one.log_sd))
-        if spread and (one := own[key])
+        key: replace(spread, log_sd=max(spread.log_sd, each.log_sd))
+        if spread and (each := own[key])
         else spread
         for key, spread in pooled.items()
     }

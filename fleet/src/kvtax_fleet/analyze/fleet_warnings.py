@@ -87,11 +87,11 @@ def doubt(
 
 def arm_warnings(run: ArmRun, requests: pl.DataFrame) -> list[WarningEntry]:
     """Reasons to doubt one arm in one repeat; `requests` are its own."""
-    found = [*faults(run), *_of_run(run)]
+    doubts = [*faults(run), *_of_run(run)]
     if run.requests:
-        found += [*_of_requests(requests), *_of_tokens(requests)]
+        doubts += [*_of_requests(requests), *_of_tokens(requests)]
     info = run.info
-    return [doubt(kind, message, info.arm, info.repeat) for kind, message in found]
+    return [doubt(kind, message, info.arm, info.repeat) for kind, message in doubts]
 
 
 def _of_run(run: ArmRun) -> Iterator[Fault]:
@@ -153,7 +153,7 @@ def _of_tokens(requests: pl.DataFrame) -> Iterator[Fault]:
 
 def cache_warnings(arm: str, repeat: int, cache: Apc) -> list[WarningEntry]:
     """Warn of counters that disagree with the requests' usage, or went back."""
-    found = []
+    doubts = []
     for name, entry in cache.instances.items():
         if entry.agrees is False:
             message = (
@@ -167,11 +167,11 @@ def cache_warnings(arm: str, repeat: int, cache: Apc) -> list[WarningEntry]:
                     ": it looked requests up more than once, as it does while they "
                     "wait for KV blocks; go by the usage"
                 )
-            found.append(doubt("apc_disagrees", message, arm, repeat))
+            doubts.append(doubt("apc_disagrees", message, arm, repeat))
         if entry.queries is None:
             message = f"{name}'s counters are missing or went back"
-            found.append(doubt("no_counters", message, arm, repeat))
-    return found
+            doubts.append(doubt("no_counters", message, arm, repeat))
+    return doubts
 
 
 def run_warnings(runs: list[ArmRun]) -> list[WarningEntry]:
@@ -184,7 +184,7 @@ def run_warnings(runs: list[ArmRun]) -> list[WarningEntry]:
 
 def noise_warnings(compared: list[Comparison]) -> list[WarningEntry]:
     """Warn of an A/A pair that differs beyond its interval: others may by chance."""
-    found = []
+    doubts = []
     for pair in compared:
         if not pair.same or pair.percent is None:
             continue
@@ -200,5 +200,5 @@ def noise_warnings(compared: list[Comparison]) -> list[WarningEntry]:
                 f"the same as `{pair.baseline}`, but differs in {len(apart)} of "
                 f"{len(known)} (1 in 20 does by chance): {', '.join(apart)}"
             )
-            found.append(doubt("aa_differs", message, pair.arm))
-    return found
+            doubts.append(doubt("aa_differs", message, pair.arm))
+    return doubts

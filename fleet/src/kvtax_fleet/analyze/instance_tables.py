@@ -41,75 +41,13 @@ Columns = dict[str, Callable[[Any], Cell]]
 def sections(results: FleetAnalysis) -> Iterator[Section]:
     """Yield the tables that have rows."""
     runs = list(_repeats(results))
-
-    def of_runs(title: str, note: str, field: str, columns: Columns) -> Iterator[Table]:
-        rows = [(label, getattr(repeat, field)) for label, repeat in runs]
-        return _table(title, note, rows, columns)
-
-    def of_arms(title: str, note: str, field: str, columns: Columns) -> Iterator[Table]:
-        arms = results.arms.items()
-        rows = [(f"`{arm}`", getattr(entry, field)) for arm, entry in arms]
-        return _table(title, note, rows, columns)
-
-    yield from _table(
-        "Prefix cache",
-        "By usage: cached over prompt tokens in the requests' usage. By counters: hit "
-        "over queried tokens of the instances' counters. KV blocks: the room of one "
-        "instance beside its connector's.",
-        runs,
-        {
-            "APC by usage": lambda run: _share(run.apc.overall.apc_usage),
-            "by counters": lambda run: _share(run.apc.overall.apc),
-            "agree": lambda run: _yes(run.apc.overall.agrees),
-            "counters by instance": lambda run: _listed(
-                f"{name} {_share(entry.apc)}"
-                for name, entry in run.apc.instances.items()
-            ),
-            "KV blocks of one": _blocks,
-        },
-    )
-    yield from _table(
-        "Balance",
-        "Token imbalance: max/min over the instances of prompt and generated tokens (a "
-        "dash: an instance served none). Hotspot index: max/mean of the tokens under "
-        "way, over the time of the steady window in which any are; 1 is even.",
-        runs,
-        {
-            "token imbalance": lambda run: number(run.imbalance.max_over_min, 2),
-            "hotspot mean": lambda run: _mean(run.hotspot),
-            "hotspot p99": lambda run: number(run.hotspot and run.hotspot.p99, 2),
-            "thousand tokens by instance": lambda run: _listed(
-                f"{name} {n / 1e3:,.0f}" for name, n in run.imbalance.tokens.items()
-            ),
-        },
-    )
-    yield from of_arms(
-        "Interference",
-        "Slope of TPOT over the new tokens that waited for a first token at the same "
-        "instance while the request decoded (mean over its decode).",
-        "interference",
-        {
-            "requests": lambda found: f"{found.n:,}",
-            "ms of TPOT per 1,000 tokens": lambda found: _slope(
-                found.slope_ms_per_ktoken
-            ),
-            "TPOT without, ms": lambda found: number(found.base_ms, 2),
-        },
-    )
-    yield from of_arms(
-        "Offloads",
-        "",
-        "offloads",
-        {
-            "requests": lambda of: f"{of.requests:,}",
-            "prefilled elsewhere": lambda of: (
-                f"{of.begun:,} ({of.begun / max(of.requests, 1):.1%})"
-            ),
-            "KV used": lambda of: f"{of.used:,}",
-            "failed": lambda of: _counts(of.failures),
-            "heavy, kept": lambda of: _counts(of.kept),
-        },
-    )
+    arms = [(f"`{arm}`", entry) for arm, entry in results.arms.items()]
+    yield from _table("Prefix cache", CACHE_NOTE, runs, CACHE)
+    yield from _table("Balance", BALANCE_NOTE, runs, BALANCE)
+    interfering = [(arm, entry.interference) for arm, entry in arms]
+    yield from _table("Interference", INTERFERENCE_NOTE, interfering, INTERFERENCE)
+    moved = [(arm, entry.offloads) for arm, entry in arms]
+    yield from _table("Offloads", "", moved, OFFLOADS)
     yield from _phase_tables(results)
     yield from migration_table(results.migration)
 
@@ -163,6 +101,53 @@ def _counts(counts: dict[str, int]) -> str:
     return "; ".join(f"{count} {why}" for why, count in counts.items()) or DASH
 
 
+CACHE_NOTE = (
+    "By usage: cached over prompt tokens in the requests' usage. By counters: hit over "
+    "queried tokens of the instances' counters. KV blocks: the room of one instance "
+    "beside its connector's."
+)
+CACHE: Columns = {
+    "APC by usage": lambda run: _share(run.apc.overall.apc_usage),
+    "by counters": lambda run: _share(run.apc.overall.apc),
+    "agree": lambda run: _yes(run.apc.overall.agrees),
+    "counters by instance": lambda run: _listed(
+        f"{name} {_share(entry.apc)}" for name, entry in run.apc.instances.items()
+    ),
+    "KV blocks of one": _blocks,
+}
+BALANCE_NOTE = (
+    "Token imbalance: max/min over the instances of prompt and generated tokens (a "
+    "dash: an instance served none). Hotspot index: max/mean of the tokens under way, "
+    "over the time of the steady window in which any are; 1 is even."
+)
+BALANCE: Columns = {
+    "token imbalance": lambda run: number(run.imbalance.max_over_min, 2),
+    "hotspot mean": lambda run: _mean(run.hotspot),
+    "hotspot p99": lambda run: number(run.hotspot and run.hotspot.p99, 2),
+    "thousand tokens by instance": lambda run: _listed(
+        f"{name} {n / 1e3:,.0f}" for name, n in run.imbalance.tokens.items()
+    ),
+}
+INTERFERENCE_NOTE = (
+    "Slope of TPOT over the new tokens that waited for a first token at the same "
+    "instance while the request decoded (mean over its decode)."
+)
+INTERFERENCE: Columns = {
+    "requests": lambda line: f"{line.n:,}",
+    "ms of TPOT per 1,000 tokens": lambda line: _slope(line.slope_ms_per_ktoken),
+    "TPOT without, ms": lambda line: number(line.base_ms, 2),
+}
+OFFLOADS: Columns = {
+    "requests": lambda of: f"{of.requests:,}",
+    "prefilled elsewhere": lambda of: (
+        f"{of.begun:,} ({of.begun / max(of.requests, 1):.1%})"
+    ),
+    "KV used": lambda of: f"{of.used:,}",
+    "failed": lambda of: _counts(of.failures),
+    "heavy, kept": lambda of: _counts(of.kept),
+}
+
+
 def level_text(level: Estimate | None) -> str:
     """Format `12.3 [11.9, 12.8]`."""
     if level is None:
@@ -194,9 +179,9 @@ def router_notes(results: FleetAnalysis) -> list[str]:
 
 
 def _phase_tables(results: FleetAnalysis) -> Iterator[Table]:
-    found = {arm: e.offloads for arm, e in results.arms.items() if e.offloads}
-    proxy = {arm: offloads.phases_ms for arm, offloads in found.items()}
-    engines = {arm: offloads.engine_phases_ms for arm, offloads in found.items()}
+    moving = {arm: e.offloads for arm, e in results.arms.items() if e.offloads}
+    proxy = {arm: offloads.phases_ms for arm, offloads in moving.items()}
+    engines = {arm: offloads.engine_phases_ms for arm, offloads in moving.items()}
     for levels, (seen_by, titles) in zip((proxy, engines), PHASES.items(), strict=True):
         if rows := _phase_rows(levels, titles):
             yield Table(

@@ -65,7 +65,7 @@ def offloads(
     failures: Counter[str] = Counter()
     kept: Counter[str] = Counter()
     for run in runs:
-        names = "|".join(re.escape(one.name) for one in run.info.instances)
+        names = "|".join(re.escape(record.name) for record in run.info.instances)
         decided = {line.number: line for line in run.decisions}
         asked += len(decided)
         for line in decided.values():
@@ -194,8 +194,8 @@ def _read_engine(folder: Path) -> _Engine | None:
         return None
     lines = read_engine_requests(requests)
     by_id: dict[str, list[EngineRequest]] = {}
-    for one in lines.records:
-        by_id.setdefault(one.id, []).append(one)
+    for record in lines.records:
+        by_id.setdefault(record.id, []).append(record)
     frame = read_steps(steps, EngineHeader, ("step_id", "t_ns", "step_us")).frame
     took_ns = (1e3 * pl.col("step_us")).cast(pl.Int64)
     spanned = frame.select("step_id", "t_ns", end_ns=pl.col("t_ns") + took_ns)

@@ -55,7 +55,7 @@ def ranking(
         if arm not in left_out:
             groups.setdefault(infos[arm].concurrency, []).append(arm)
     reach = [0.0, 0.0] if is_virtual else _reach(requests, compared)
-    found = []
+    ranks = []
     for arms in groups.values():
         _, kept = same_requests(requests.filter(pl.col("arm").is_in(arms)))
         means = dict(
@@ -68,7 +68,7 @@ def ranking(
             known = None if arm == best else paired_means(kept, arm, best, "e2e_ms")
             percent = known.percent if known else None
             own = kept.filter(pl.col("arm") == arm)
-            found.append(
+            ranks.append(
                 Rank(
                     arm=arm,
                     policy=infos[arm].policy,
@@ -81,7 +81,7 @@ def ranking(
                     verdict=BEST if arm == best else verdict(percent, reach),
                 )
             )
-    return found
+    return ranks
 
 
 def _reach(requests: pl.DataFrame, compared: list[Comparison]) -> list[float] | None:

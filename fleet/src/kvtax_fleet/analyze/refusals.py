@@ -80,17 +80,23 @@ def found_warm(requests: list[ReplayedRequest]) -> str | None:
     them. vLLM leaves the count out of its usage where it is 0.
     """
     begun_ns = min(
-        (one.first_token_ns for one in requests if one.first_token_ns is not None),
+        (
+            request.first_token_ns
+            for request in requests
+            if request.first_token_ns is not None
+        ),
         default=0,
     )
-    found: dict[str, list[int]] = {}
-    for one in requests:
-        early = one.sent_ns is not None and one.sent_ns < begun_ns
-        if early and one.instance and one.prefill_instance is None:
-            found.setdefault(one.instance, []).append(one.cached_tokens or 0)
+    cached_at: dict[str, list[int]] = {}
+    for request in requests:
+        early = request.sent_ns is not None and request.sent_ns < begun_ns
+        if early and request.instance and request.prefill_instance is None:
+            cached_at.setdefault(request.instance, []).append(
+                request.cached_tokens or 0
+            )
     warm = [
         f"the first request to {name} found {min(cached):,} tokens cached"
-        for name, cached in found.items()
+        for name, cached in cached_at.items()
         if min(cached) > 0
     ]
     return "; ".join(warm) or None
@@ -98,13 +104,15 @@ def found_warm(requests: list[ReplayedRequest]) -> str | None:
 
 def _totals(runs: list[ArmRun]) -> list[str]:
     sums = {
-        "requests": lambda one: 1,
-        "requests that did not end ok": lambda one: one.status != "ok",
-        "prompt tokens asked for": lambda one: one.input_tokens or 0,
-        "answer tokens asked for": lambda one: one.output_tokens or 0,
-        "prompt tokens in the servers' usage": lambda one: one.usage_prompt_tokens or 0,
+        "requests": lambda request: 1,
+        "requests that did not end ok": lambda request: request.status != "ok",
+        "prompt tokens asked for": lambda request: request.input_tokens or 0,
+        "answer tokens asked for": lambda request: request.output_tokens or 0,
+        "prompt tokens in the servers' usage": lambda request: (
+            request.usage_prompt_tokens or 0
+        ),
         "answer tokens in the servers' usage": (
-            lambda one: one.usage_completion_tokens or 0
+            lambda request: request.usage_completion_tokens or 0
         ),
     }
     reasons = []

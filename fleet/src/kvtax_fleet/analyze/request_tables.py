@@ -121,8 +121,8 @@ def _workload_spread(values: pl.Series) -> WorkloadSpread | None:
         return None
     numbers = values.to_numpy().astype(float)
     p50, p90 = np.quantile(numbers, (0.5, 0.9))
-    found = (numbers.mean(), p50, p90, numbers.max())
-    return WorkloadSpread(*(round(float(x), 1) for x in found))
+    spread = (numbers.mean(), p50, p90, numbers.max())
+    return WorkloadSpread(*(round(float(x), 1) for x in spread))
 
 
 def outcomes(requests: pl.DataFrame) -> dict[str, Outcomes]:

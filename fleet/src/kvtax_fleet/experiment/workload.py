@@ -78,7 +78,7 @@ def _copied(session: Iterable[Request], copy: int) -> Iterator[Request]:
                 request,
                 session=f"{request.session}-copy{copy}",
                 parent=None,
-                hashes=[_other_id(one, copy) for one in request.hashes],
+                hashes=[_other_id(block, copy) for block in request.hashes],
             )
 
 

@@ -218,9 +218,9 @@ def _apply(blocks: Counter[Hash], events: list[KVCacheEvent]) -> None:
         if isinstance(event, BlockStored):
             blocks.update(event.block_hashes)
         elif isinstance(event, BlockRemoved):
-            for one in event.block_hashes:
-                blocks[one] -= 1
-                if not blocks[one]:
-                    del blocks[one]
+            for block in event.block_hashes:
+                blocks[block] -= 1
+                if not blocks[block]:
+                    del blocks[block]
         else:
             blocks.clear()

@@ -53,8 +53,10 @@ def read_forwards(folder: Path) -> Forwards:
     steps = _read_steps(life / "engine_step.jsonl")
     requests = read_engine_requests(life / "engine_request.jsonl").records
     explanation = _Explanation(steps)
-    for one in sorted(requests, key=lambda one: (one.first_step or 0, one.arrival_ns)):
-        explanation.add(one)
+    for each in sorted(
+        requests, key=lambda each: (each.first_step or 0, each.arrival_ns)
+    ):
+        explanation.add(each)
     explained = explanation.explained()
     tokens = (steps["prefill_tokens"] + steps["decode_tokens"]).to_numpy()
     return Forwards(
@@ -87,7 +89,7 @@ def _took_us(steps: pl.DataFrame) -> Floats:
     With asynchronous scheduling a step is scheduled while the one before still runs.
     """
     t_ns, *times = (steps[name].to_numpy() for name in TIMES)
-    schedule_us, step_us, update_us = (one.astype(float) for one in times)
+    schedule_us, step_us, update_us = (each.astype(float) for each in times)
     began_us = (t_ns - t_ns[:1]) / 1e3
     done_us = began_us + step_us - update_us
     before_us = np.concatenate([[0.0], done_us[:-1]])

@@ -122,14 +122,14 @@ def run_cell(cell: Cell) -> None:
         assert isinstance(loop, VirtualLoop)
         fleet = _fleet(cell, loop)
         evidence = Freshness()
-        texts = {name: one.metrics(MODEL) for name, one in fleet.items()}
+        texts = {name: member.metrics(MODEL) for name, member in fleet.items()}
         keep_metrics(folder, "before", texts)
         evidence.instances = {name: counted(text) for name, text in texts.items()}
         judge(evidence)
         instances = [member.instance for member in cell.members]
         write_instances(folder / "instances.json", instances)
         replay_s = runner.run(_run(cell, folder, fleet, loop))
-        texts = {name: one.metrics(MODEL) for name, one in fleet.items()}
+        texts = {name: member.metrics(MODEL) for name, member in fleet.items()}
         keep_metrics(folder, "after", texts)
     record = ArmRecord(
         **msgspec.structs.asdict(cell.planned),
@@ -148,26 +148,26 @@ def _fleet(cell: Cell, loop: VirtualLoop) -> dict[str, VirtualInstance]:
     workers = _workers(cell, loop)
     fleet = {}
     for member in cell.members:
-        one = member.instance
-        moves = partial(workers.step, one.name) if workers else None
+        instance = member.instance
+        moves = partial(workers.step, instance.name) if workers else None
         engine = VirtualEngine(member.arguments, cost, cell.overlapping, moves)
         if workers:
-            workers.join(one, engine)
-        announce = partial(workers.announce, one.name) if workers else None
-        fleet[one.name] = VirtualInstance(engine, loop, cell.requests, announce)
+            workers.join(instance, engine)
+        announce = partial(workers.announce, instance.name) if workers else None
+        fleet[instance.name] = VirtualInstance(engine, loop, cell.requests, announce)
     return fleet
 
 
 def _workers(
     cell: Cell, loop: VirtualLoop
 ) -> MooncakeTransfers | NixlTransfers | DirectReads | None:
-    one = cell.members[0].instance
-    links = Links(cell.transfer, one.block_tokens)
-    if one.connector == "mooncake":
+    instance = cell.members[0].instance
+    links = Links(cell.transfer, instance.block_tokens)
+    if instance.connector == "mooncake":
         return MooncakeTransfers(links)
-    if one.connector == "nixl":
+    if instance.connector == "nixl":
         return NixlTransfers(links)
-    if one.connector == "direct_read":
+    if instance.connector == "direct_read":
         return DirectReads(links, loop)
     return None
 

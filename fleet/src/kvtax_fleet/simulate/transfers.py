@@ -68,8 +68,8 @@ def _ignore(at_ns: int) -> None:
 
 def _ended(under_way: UnderWay, now_ns: int) -> list[str]:
     """Remove the transfers that have ended; return their requests in order."""
-    ended = sorted(one for one in under_way if one[0] <= now_ns)
-    under_way[:] = [one for one in under_way if one[0] > now_ns]
+    ended = sorted(transfer for transfer in under_way if transfer[0] <= now_ns)
+    under_way[:] = [transfer for transfer in under_way if transfer[0] > now_ns]
     return [request_id for _, request_id in ended]
 
 
@@ -217,7 +217,9 @@ class NixlTransfers(_Worker):
     def _expire(self, engine: str, now_ns: int) -> None:
         """Free blocks that are held for longer than NIXL holds them."""
         held = self._held_until_ns[engine]
-        for request_id in [one for one, until in held.items() if until <= now_ns]:
+        for request_id in [
+            held_id for held_id, until in held.items() if until <= now_ns
+        ]:
             del held[request_id]
             self._sent(engine, now_ns, request_id)
 
@@ -230,7 +232,7 @@ class _Peer:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _LookUp:
     """The result of a look-up, whose age is by the virtual clock."""
 
     offer: Any
@@ -302,15 +304,15 @@ class DirectReads:
         """Call `expect` with the time of each report of the engine's worker, before."""
         self._expect[engine] = expect
 
-    def ask(self, address: Address, hashes: list[bytes]) -> Future[_Found]:
+    def ask(self, address: Address, hashes: list[bytes]) -> Future[_LookUp]:
         """Look up the peer at `address`, as the connector's own Lookups do."""
-        answer: Future[_Found] = self._loop.create_future()
+        answer: Future[_LookUp] = self._loop.create_future()
         deadline_s = self._loop.time() + self._offer_lifetime_s
 
         def look_up() -> None:
             offer = self._ledgers[address].lookup(hashes)
-            found = _Found(offer, deadline_s, self._loop)
-            self._after_latency(answer.set_result, found)
+            looked_up = _LookUp(offer, deadline_s, self._loop)
+            self._after_latency(answer.set_result, looked_up)
 
         self._after_latency(look_up)
         return answer

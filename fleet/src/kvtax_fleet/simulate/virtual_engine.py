@@ -135,7 +135,7 @@ class NoDevice(Executor):
         new = scheduler_output.scheduled_new_reqs
         cached = scheduler_output.scheduled_cached_reqs
         before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        before |= {one.req_id: one.num_computed_tokens for one in new}
+        before |= {each.req_id: each.num_computed_tokens for each in new}
         attended = sum(
             count * before[request_id] + count * (count - 1) // 2
             for request_id, count in scheduled.items()
@@ -157,8 +157,8 @@ class NoDevice(Executor):
             req_ids=ids,
             req_id_to_index={each: place for place, each in enumerate(ids)},
             sampled_token_ids=[
-                [0] if one.num_computed_tokens >= one.num_tokens else []
-                for one in requests
+                [0] if each.num_computed_tokens >= each.num_tokens else []
+                for each in requests
             ],
         )
 
@@ -205,11 +205,11 @@ def _block_hasher(block_tokens: int) -> Callable[[Request], list[BlockHash]]:
         tokens = request.all_token_ids[len(known) * block_tokens : until]
         data = array("i", tokens).tobytes()
         last: bytes = known[-1] if known else b""
-        found = []
+        hashed = []
         for begin in range(0, len(data), size):
             last = blake2b(last + data[begin : begin + size], digest_size=32).digest()
-            found.append(BlockHash(last))
-        return found
+            hashed.append(BlockHash(last))
+        return hashed
 
     return hashes
 
@@ -318,7 +318,7 @@ class VirtualEngine:
     def block_hashes(self, prompt: list[int]) -> list[Hash]:
         """Return the hashes of the prompt's full blocks, as KV events name them."""
         hashes = self._request("", prompt, 1, None).block_hashes
-        return [maybe_convert_block_hash(one) for one in hashes]
+        return [maybe_convert_block_hash(each) for each in hashes]
 
     def on_events(self, receive: Callable[[list[KVCacheEvent], int], None]) -> None:
         """Call `receive` with the KV events of each step, and the time of its end.
