@@ -68,10 +68,6 @@ class Snapshot(msgspec.Struct, frozen=True):
     """Prefills under way for a decode on another instance."""
     offloaded: int = 0
     """Decisions before this one that named such a prefill."""
-    pinned_turns: int = 0
-    """Requests of the session at the pinned instance, since it came there."""
-    pinned_at_tokens: int | None = None
-    """Tokens of the first of their prompts; null: no such instance, or an old file."""
 
 
 class DecisionRecord(msgspec.Struct, kw_only=True, tag_field="type", tag="decision"):
@@ -99,8 +95,6 @@ class DecisionRecord(msgspec.Struct, kw_only=True, tag_field="type", tag="decisi
     """Why, in words."""
     kind: str | None = msgspec.field(name="class")
     """`WARM`, `MEDIUM`, `HEAVY` or `HUGE`, where the policy distinguishes them."""
-    moves_from: str | None = None
-    """The instance that the session leaves for good, and whose KV moves."""
     prefill_timeout_s: float | None = None
     """How long the prefill elsewhere may take; null: `prefill_timeout_s` above."""
     prompt_tokens: int
