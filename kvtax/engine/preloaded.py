@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -53,6 +54,10 @@ UNREAD = (
     *("DIRECT_READ_", "KVTAX_", "LMCACHE_", "MC_", "MOONCAKE_", "NIXL_", "PROMETHEUS_"),
     *("PYTEST_", "PYTHONPATH", "TMPDIR", "UCX_", "VLLM_"),
 )
+# Seconds after which a signal is heeded at the latest.
+ANSWER_POLL_S = 0.2
+# Seconds that a zygote has to end by itself.
+END_S = 0.3
 # A zygote has 0.6 GiB; ports and connectors differ without need of another.
 MOST_ZYGOTES = 2
 
@@ -123,6 +128,9 @@ class Zygote:
             ends = [file.fileno(), owner.fileno(), output.fileno()]
             try:
                 socket.send_fds(self._requests, [b"f"], ends)
+                # A signal may reach another thread, which does not wake this one.
+                while not select.select([self._requests], [], [], ANSWER_POLL_S)[0]:
+                    continue
                 answer = self._requests.recv(1 << 16)
             except OSError:
                 answer = b""
@@ -142,7 +150,11 @@ class Zygote:
         """End the zygote; what it has forked goes on."""
         self._requests.close()
         self._alive.close()
-        self._process.wait()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:  # it is within a long import
+            self._process.kill()
+            self._process.wait()
         remove_openmp_segment(self._process.pid)
 
 

@@ -150,8 +150,13 @@ class Supervised:
         # The supervisor has one end of a pipe: the other end closes when we go away.
         supervisors_end, ours = os.pipe()
         self._owns = os.fdopen(ours, "wb", buffering=0)
-        with os.fdopen(supervisors_end) as owner, log.open("ab") as output:
-            self._process = self._start(job, owner, output)
+        try:
+            with os.fdopen(supervisors_end) as owner, log.open("ab") as output:
+                self._process = self._start(job, owner, output)
+        except BaseException:
+            self._owns.close()
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            raise
 
     def _start(self, job: Job, owner: IO[str], output: IO[bytes]) -> Process:
         """Start the supervisor: its standard input is `owner`."""

@@ -382,6 +382,19 @@ def test_a_process_that_may_not_be_signalled_does_not_save_the_others(monkeypatc
         protected.wait()
 
 
+def test_a_start_that_is_interrupted_leaves_no_scratch(tmp_path, monkeypatch):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Supervised, "_start", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        Supervised(SLEEP, dict(os.environ), tmp_path / "log", scratch)
+    assert not scratch.exists()
+
+
 def test_an_interruption_does_not_wait_for_a_stubborn_command(folder):
     began_s = time.monotonic()
     with pytest.raises(KeyboardInterrupt), start(folder, "deaf"):
