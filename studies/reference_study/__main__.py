@@ -109,8 +109,14 @@ INPUTS = (
     "studies/reference_study/causes.toml",
 )
 HERE = Path(__file__).parent
-# Of the connector's calls, those that are shown by name.
-MOST_METHODS = 4
+# Metrics of a sweep's holds that the attribution shows.
+PARTS = {
+    "timed": "calls of the connector",
+    "schedule": "all of `schedule()`",
+    "prefill": "steps with a prefill",
+    "threads": "threads beside the step",
+    "step": "the whole step",
+}
 
 
 class Cause(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -563,25 +569,15 @@ def csv_text(heads: list[str], lines: Iterable[list[str]]) -> str:
 
 
 def _attribution() -> str:
-    """Make the table of what grows in the walk's step, with intervals."""
+    """Make the table of what a full cache adds to the walk's step, with intervals."""
     walk = Config(SWEEPS["a CPU host"], STEP_COSTS["Mooncake with the walk"])
-    slopes = {
-        method: estimate(level)
-        for method, entry in (walk.at("methods") or {}).items()
-        if (level := entry.get("slope_per_1k_blocks"))
-    }
-    steepest = sorted(slopes.items(), key=lambda pair: -abs(pair[1].value))
-    whole = walk.at("connector", "slope_per_1k_blocks")
-    named = [*steepest[:MOST_METHODS]]
-    if whole:
-        named.insert(0, ("all calls of the connector", estimate(whole)))
-    rows = [[f"`{name}`", f"{level:.1f}"] for name, level in named]
-    return table(["Mooncake with the walk", "µs per 1,000 cached blocks"], rows)
-
-
-def estimate(level: Any) -> Estimate:
-    """Return a level of per_config.json."""
-    return msgspec.convert(level, Estimate)
+    rows = [
+        [words, f"{msgspec.convert(added, Estimate):+.1f}"]
+        for part, words in PARTS.items()
+        if (added := walk.at("held", part, "full_adds"))
+    ]
+    heads = ["Mooncake with the walk", "a full cache adds, % of vLLM's own work"]
+    return table(heads, rows)
 
 
 def figure(result: dict[str, Any]) -> str:
