@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare arms of runs in virtual time by the rule that was written before they ran.
 
-The rule, the experiments and what was expected of them are in README.md. Prints a table
-for each run, in Markdown, and writes it with JSON. Experiments that the JSON has from
-earlier calls stay in it.
+The rule, the experiments and what was expected of them are in README.md. Puts the
+answers of the runs into the committed result, where those of other experiments stay,
+and makes the page's tables again.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from kvtax_fleet.analyze.arm_runs import read_run
 from kvtax_fleet.analyze.comparison import paired
 from kvtax_fleet.analyze.frames import requests_frame
 
+from kvtax.engine import provenance
 from kvtax.records import RecordsError
 from kvtax.records.estimate import Estimate
-from kvtax.records.parts import existing, opened
+from kvtax.records.files import write_whole
 from kvtax.report.markdown import DASH
-from studies.harness import main, publish, rows_table
+from studies.__main__ import pages
+from studies.harness import main, rows_table
 
 # Beside each arm with its baseline: pairs that the expectations compare.
 ALSO = (
@@ -32,6 +35,7 @@ ALSO = (
 )
 METRICS = {"ttft": "ttft_ms", "tpot": "tpot_ms", "e2e": "e2e_ms"}
 HEAVY = ("HEAVY", "HUGE")
+RESULT = Path(__file__).with_name("result.json.gz")
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -62,44 +66,52 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the runs to read, and --out for the page."""
+    """Add the runs to read."""
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
-    parser.add_argument("--out", type=Path, default=Path("runs/questions.md"))
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print and write the page. Returns the exit code. Raises RecordsError."""
-    answers = earlier(arguments.out.with_suffix(".json"))
+    """Write the committed result and its page. Returns the exit code.
+
+    Raises RecordsError.
+    """
+    result = read_result()
     for folder in arguments.runs:
         arms = read_run(folder)
         requests = requests_frame(arms)
-        answers[str(arms[0].info.experiment)] = Answer(
+        answer = Answer(
             arms[0].info.versions.get("git_commit"),
             requests["repeat"].n_unique(),
             compared(requests),
         )
-    parts = [_section(name, answer) for name, answer in answers.items()]
-    return publish("questions", arguments.out, parts, answers, {})
+        result[str(arms[0].info.experiment)] = msgspec.to_builtins(answer)
+    result["provenance"] = provenance.collect({}, "python -m studies.questions RUN")
+    write_whole(RESULT, gzip.compress(msgspec.json.encode(result), mtime=0))
+    page = RESULT.with_name("README.md")
+    write_whole(page, pages()[page].encode())
+    print(f"wrote {RESULT} and {page}")
+    return 0
 
 
-def earlier(page: Path) -> dict[str, Answer]:
-    """Read the answers that an earlier call wrote; {} if there are none.
-
-    Raises RecordsError.
-    """
-    file = existing(page)
-    if file is None:
-        return {}
+def read_result(file: Path = RESULT) -> dict[str, Any]:
+    """Read the committed result. Raises RecordsError."""
     try:
-        with opened(file) as content:
-            document = msgspec.json.decode(content.read())
-        del document["provenance"]
-        return msgspec.convert(document, dict[str, Answer])
-    except (msgspec.MsgspecError, KeyError, TypeError) as error:
+        document = msgspec.json.decode(gzip.decompress(file.read_bytes()))
+        answers_of(document)
+    except (OSError, EOFError, msgspec.MsgspecError, AttributeError) as error:
         raise RecordsError(
-            f"{page}: no result of `python -m studies.questions`: {error}; "
-            "take another --out"
+            f"{file}: no result of `python -m studies.questions`: {error}"
         ) from None
+    return document
+
+
+def answers_of(result: dict[str, Any]) -> dict[str, Answer]:
+    """Return the answers of a result, by experiment."""
+    return {
+        name: msgspec.convert(document, Answer)
+        for name, document in result.items()
+        if name != "provenance"
+    }
 
 
 def compared(requests: pl.DataFrame) -> list[Row]:
@@ -159,11 +171,8 @@ def _section(name: str, answer: Answer) -> str:
 
 def figure(result: dict[str, Any]) -> str:
     """Return the differences of means, a table for each experiment."""
-    return "\n\n".join(
-        _section(name, msgspec.convert(document, Answer))
-        for name, document in result.items()
-        if name != "provenance"
-    )
+    sections = (_section(*pair) for pair in sorted(answers_of(result).items()))
+    return "\n\n".join(sections)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import random
 import re
 from pathlib import Path
@@ -25,9 +24,8 @@ from kvtax.records import RecordsError
 from kvtax.stats import resampling
 from studies.exposure.__main__ import check_rows, check_text, curve_rows
 from studies.exposure.bench import Cell, Measurement
-from studies.harness import STUDIES
 from studies.observatory import __main__ as observatory
-from studies.questions.__main__ import compared, earlier
+from studies.questions.__main__ import answers_of, compared, read_result
 from studies.reference_study import forward, sample
 from studies.reference_study.__main__ import (
     AGREES_WITHIN,
@@ -146,22 +144,15 @@ def test_arms_are_compared_with_the_first_and_as_the_expectations_say():
     assert [row.moved_percent for row in judged[:3]] == [33.3, None, None]
 
 
-def test_answers_of_earlier_calls_stay_on_the_page(tmp_path: Path):
-    committed = STUDIES / "questions" / "result.json"
-    answers = earlier(committed)
-    text = json.loads(gzip.decompress(Path(f"{committed}.gz").read_bytes()))
-    assert "provenance" not in answers
-    again = json.loads(msgspec.json.encode(answers))
-    assert again == {name: text[name] for name in answers}
-    assert earlier(tmp_path / "none.json") == {}
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"provenance": {}, "a": 1}'])
-def test_another_file_is_not_taken_for_the_page(tmp_path: Path, text: str):
-    other = tmp_path / "other.json"
-    other.write_text(text)
-    with pytest.raises(RecordsError, match="take another --out"):
-        earlier(other)
+def test_the_committed_answers_are_read_and_another_file_is_not_taken_for_them(
+    tmp_path: Path,
+):
+    assert answers_of(read_result())
+    other = tmp_path / "other.json.gz"
+    for text in ("", "[]", '{"provenance": {}, "a": 1}'):
+        other.write_bytes(gzip.compress(text.encode()))
+        with pytest.raises(RecordsError, match="no result of"):
+            read_result(other)
 
 
 figures = st.floats(0.01, 1e6)
