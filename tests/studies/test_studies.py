@@ -12,13 +12,10 @@ import jsonschema
 import numpy as np
 import pytest
 
-from kvtax.engine.null_model import NOOP
 from kvtax.paths import REPOSITORY
 from kvtax.records.files import read_document
 from kvtax.records.observatory_cell import CellRecord, keep_cell
 from studies.__main__ import pages
-from studies.exposure.__main__ import DELAYING, RECORDING
-from studies.exposure.bench import FORWARD_US, Cell, measure
 from studies.gpu.session import added
 from studies.harness import STUDIES
 from studies.host_table import __main__ as host_table
@@ -61,44 +58,11 @@ def test_a_missing_run_is_an_error_that_names_it(tmp_path, capsys, monkeypatch):
     assert "give a finished run of" in errors
 
 
-@pytest.mark.long
-def test_each_token_waits_for_its_forward_and_a_known_delay_is_found():
-    def cells(bench):
-        engine = bench.start("delaying", "sync", DELAYING, RECORDING)
-        for delay_us in (0.0, 2_000.0):
-            yield Cell("sync", 1.0, "build_connector_meta", delay_us), engine
-
-    measured, _ = measure(cells, FORWARD_US, rounds=2, requests=8)
-    assert all(one.gap_us["p50"] > FORWARD_US for one in measured)
-    exposed_us = {
-        one.cell.delay_us: one.exposed_us["scheduler.build_connector_meta_us"]
-        for one in measured
-    }
-    # The delay is CPU time: on a busy machine it takes longer.
-    assert exposed_us[2_000.0] - exposed_us[0.0] > 1_900
-
-
-@pytest.mark.long
-def test_a_busy_thread_of_the_second_rank_makes_the_gaps_longer():
-    def cells(bench):
-        engine = bench.start("noop", "async", NOOP, RECORDING, ranks=2)
-        for busy in (0.0, 1.0):
-            yield Cell("async", 1.0, "noop", busy=busy, ranks=2), engine
-
-    measured, _ = measure(cells, FORWARD_US, rounds=2, requests=8)
-    gap_us = {
-        busy: min(one.gap_us["p50"] for one in measured if one.cell.busy == busy)
-        for busy in (0.0, 1.0)
-    }
-    # Each hand-over of the GIL takes 5 ms.
-    assert gap_us[1.0] - gap_us[0.0] > 1_000
-
-
 @pytest.mark.slow
 def test_each_readme_shows_its_committed_result():
-    found = pages()
-    stale = [str(page) for page, text in found.items() if page.read_text() != text]
-    assert sum(text.count("<!--/figure") for text in found.values()) >= 6
+    made = pages()
+    stale = [str(page) for page, text in made.items() if page.read_text() != text]
+    assert any("<!--/figure" in text for text in made.values())
     assert stale == [], "run python -m studies"
 
 
