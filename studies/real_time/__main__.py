@@ -86,7 +86,7 @@ def text(arms: dict[str, Any]) -> str:
 
 def main() -> int:
     """Compare the runs that the command line names."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser("python -m studies.real_time", description=__doc__)
     parser.add_argument("real", type=Path)
     parser.add_argument("virtual", type=Path)
     parser.add_argument("--out", type=Path)
