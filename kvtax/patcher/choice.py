@@ -33,12 +33,12 @@ def active_blocks(tree: Tree, patch: Patch, ours: Ours = None) -> list[BlockSpec
             if not group and len(forms) == 1 and not forms[0].given:
                 picked += forms
                 continue
-            found = {spec: _misfit(tree, spec, sources, ours) for spec in forms}
-            fitting = [spec for spec, misfit in found.items() if not misfit]
+            misfit_of = {spec: _misfit(tree, spec, sources, ours) for spec in forms}
+            fitting = [spec for spec, misfit in misfit_of.items() if not misfit]
             if len(fitting) > 1:
                 raise AnchorError(_refusal(tree, patch, forms, len(fitting), ""))
             if not fitting:
-                reasons = "; ".join(dict.fromkeys(found.values()))
+                reasons = "; ".join(dict.fromkeys(misfit_of.values()))
                 misfits.append(_refusal(tree, patch, forms, 0, f": {reasons}"))
             picked += fitting
         if misfits and not group:

@@ -132,17 +132,19 @@ def status(
     """
     require_unlocked(tree)
     known = {patch.name: patch for patch in patches}
-    found = survey(tree, known, known, damaged)
+    surveyed = survey(tree, known, known, damaged)
     return {
-        name: _status(tree, name, known.get(name), found)
-        for name in sorted(known.keys() | patches_in(found.files))
+        name: _status(tree, name, known.get(name), surveyed)
+        for name in sorted(known.keys() | patches_in(surveyed.files))
     }
 
 
-def _status(tree: Tree, name: str, patch: Patch | None, found: Survey) -> PatchStatus:
+def _status(
+    tree: Tree, name: str, patch: Patch | None, surveyed: Survey
+) -> PatchStatus:
     blocks: dict[tuple[str, str], Block] = {}
     added: dict[str, Added] = {}
-    for path, file in found.files.items():
+    for path, file in surveyed.files.items():
         if isinstance(file, Parsed):
             blocks |= {(path, b.id): b for b in file.blocks if b.patch == name}
         elif name in file.owners:
@@ -150,7 +152,7 @@ def _status(tree: Tree, name: str, patch: Patch | None, found: Survey) -> PatchS
     files = tuple(sorted({path for path, _ in blocks} | added.keys()))
     sha256 = patch.sha256 if patch else None
     if not files:
-        misfit = _misfit(tree, patch, found) if patch else ""
+        misfit = _misfit(tree, patch, surveyed) if patch else ""
         return PatchStatus(name, "not applied", sha256=sha256, misfit=misfit)
     edited = any(b.edited for b in blocks.values())
     if edited or any(a.edited for a in added.values()):
@@ -159,11 +161,11 @@ def _status(tree: Tree, name: str, patch: Patch | None, found: Survey) -> PatchS
         return PatchStatus(name, "applied", files)
     values: dict[str, Any] = {}
     try:
-        active = active_blocks(tree, patch, found.ours)
+        active = active_blocks(tree, patch, surveyed.ours)
         specs = {(spec.file, spec.id): spec for spec in active}
         for key in specs.keys() & blocks.keys():
             values |= _values_in(specs[key], blocks[key])
-        same = not plan_apply(tree, [patch], values, found).changes
+        same = not plan_apply(tree, [patch], values, surveyed).changes
         whole = specs.keys() <= blocks.keys() and patch.files.keys() <= added.keys()
     except BlockPatchError:
         same, whole = False, True
@@ -171,9 +173,9 @@ def _status(tree: Tree, name: str, patch: Patch | None, found: Survey) -> PatchS
     return PatchStatus(name, state, files, sha256, values)
 
 
-def _misfit(tree: Tree, patch: Patch, found: Survey) -> str:
+def _misfit(tree: Tree, patch: Patch, surveyed: Survey) -> str:
     try:
-        plan_apply(tree, [patch], None, found)
+        plan_apply(tree, [patch], None, surveyed)
     except BlockPatchError as error:
         return str(error)
     return ""

@@ -126,7 +126,7 @@ def _ids(patch: Patch | None) -> Collection[str] | None:
 def _read_all(
     texts: Mapping[str, bytes], ours: Ours, damaged: list[str] | None
 ) -> Files:
-    found = {}
+    surveyed = {}
     for path, text in texts.items():
         try:
             file = read(text, path, ours)
@@ -136,23 +136,23 @@ def _read_all(
             damaged.append(str(error))
             continue
         if isinstance(file, Added) or file.blocks:
-            found[path] = file
-    return found
+            surveyed[path] = file
+    return surveyed
 
 
 def plan_apply(
     tree: Tree,
     patches: Iterable[Patch],
     parameters: Mapping[str, Any] | None = None,
-    found: Survey | None = None,
+    surveyed: Survey | None = None,
 ) -> Plan:
     """Plan to apply ``patches``. Raises BlockPatchError on any misfit."""
     patches = list(patches)
     names = {patch.name for patch in patches}
     known = {patch.name: patch for patch in patches}
-    found = found or survey(tree, names, known)
+    surveyed = surveyed or survey(tree, names, known)
     names |= {old for patch in patches for old in patch.replaces}
-    there = patches_in(found.files)
+    there = patches_in(surveyed.files)
     _refuse_conflicts(patches, there - names)
     declared = {patch.name: patch.parameters for patch in patches}
     values = resolve_parameters(declared, parameters)
@@ -160,8 +160,8 @@ def plan_apply(
     added: dict[str, dict[str, bytes]] = {}
     unfit: dict[str, list[str]] = {}
     for patch in patches:
-        require_only(tree, patch, found.ours)
-        active = active_blocks(tree, patch, found.ours)
+        require_only(tree, patch, surveyed.ours)
+        active = active_blocks(tree, patch, surveyed.ours)
         ids = {spec.id for spec in active}
         unfit[patch.name] = [s.id for s in patch.blocks if s.id not in ids]
         for spec in active:
@@ -169,9 +169,9 @@ def plan_apply(
             blocks.setdefault(spec.file, []).append((patch, spec, code))
         for path, content in patch.files.items():
             added.setdefault(path, {})[patch.name] = content
-    files = _plan(tree, names, blocks, added, found, known)
+    files = _plan(tree, names, blocks, added, surveyed, known)
     removed = tuple(sorted(there & names - known.keys()))
-    return Plan(files, removed, unfit=unfit, added=_added_in(files, found.files))
+    return Plan(files, removed, unfit=unfit, added=_added_in(files, surveyed.files))
 
 
 def plan_revert(
@@ -186,14 +186,14 @@ def plan_revert(
     plans to take them out and to keep copies of the files.
     """
     known, wanted = known or {}, set(names)
-    found = survey(tree, wanted | known.keys(), known)
-    there = patches_in(found.files)
+    surveyed = survey(tree, wanted | known.keys(), known)
+    there = patches_in(surveyed.files)
     wanted |= {old for name in wanted & known.keys() for old in known[name].replaces}
     out = wanted & there
-    files = _plan(tree, out, {}, {}, found, known, discard_edits)
-    ours = _added_in(files, found.files)
+    files = _plan(tree, out, {}, {}, surveyed, known, discard_edits)
+    ours = _added_in(files, surveyed.files)
     if discard_edits:
-        files += tuple(_copies(tree, files, found.files, out))
+        files += tuple(_copies(tree, files, surveyed.files, out))
     left = tuple(sorted(there - out))
     return Plan(files, tuple(sorted(out)), left, added=ours)
 
@@ -207,12 +207,12 @@ def _added_in(files: Sequence[Change], here: Files) -> tuple[str, ...]:
 
 
 def _copies(
-    tree: Tree, files: Sequence[Change], found: Files, names: set[str]
+    tree: Tree, files: Sequence[Change], surveyed: Files, names: set[str]
 ) -> Iterable[Change]:
     """Plan a copy of each file whose edits go: beside it, or, as the folder of an added
     file may go as well, in the package directory."""
     for change in files:
-        file = found[change.path]
+        file = surveyed[change.path]
         path = change.path
         if isinstance(file, Parsed):
             edited = any(block.edited for block in file.blocks if block.patch in names)
@@ -241,11 +241,11 @@ def _plan(
     names: set[str],
     blocks: Mapping[str, list[Wanted]],
     added: Mapping[str, dict[str, bytes]],
-    found: Survey,
+    surveyed: Survey,
     known: Mapping[str, Patch],
     discard_edits: bool = False,
 ) -> tuple[Change, ...]:
-    here = found.files
+    here = surveyed.files
     paths = {path for path in here if names & patches_in({path: here[path]})}
     files = []
     for path in sorted(paths | blocks.keys() | added.keys()):
@@ -271,7 +271,7 @@ def _plan(
                     if block.torn or (block.edited and mine):
                         raise edited_block(existing, block, path, known)
             specs = blocks.get(path, [])
-            files.append(_plan_blocks(tree, path, names, specs, found.ours))
+            files.append(_plan_blocks(tree, path, names, specs, surveyed.ours))
     return tuple(files)
 
 

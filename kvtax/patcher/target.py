@@ -85,18 +85,18 @@ class Tree:
 
     def scan(self, text: bytes) -> dict[str, bytes]:
         """Read by path every Python file in the tree that holds ``text``."""
-        found = {}
+        matches = {}
         try:
             for path in _python_files(self.root, self._only_read):
                 with open(path, "rb") as file:
                     content = file.read()
                 if text in content:
-                    found[os.path.relpath(path, self.root)] = content
+                    matches[os.path.relpath(path, self.root)] = content
         except OSError as error:
             raise TargetError(
                 f"{error.filename} cannot be read: {error.strerror}"
             ) from None
-        return found
+        return matches
 
     def remove_if_empty(self) -> None:
         """Remove the directory where our files were the last, as after an uninstall."""
@@ -141,8 +141,8 @@ def find_package(name: str, fallbacks: Iterable[Path | str] = ()) -> Path:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):
         spec = None
-    found = (spec and spec.submodule_search_locations) or ()
-    places = [Path(location) for location in found]
+    matches = (spec and spec.submodule_search_locations) or ()
+    places = [Path(location) for location in matches]
     if spec and spec.origin and not any(_is_package(at) for at in places):
         raise TargetError(
             f"package {name!r} is {spec.origin}, without source in a folder of files; "

@@ -47,7 +47,7 @@ class Ports:
 
 
 def reserve(servers: int, base: int | None = None) -> list[Ports]:
-    """Ports for so many servers, free a moment ago, from `base` on if given.
+    """Find ports for so many servers, free a moment ago, from `base` on if given.
 
     Raises PortsError.
     """
@@ -65,7 +65,7 @@ def reserve(servers: int, base: int | None = None) -> list[Ports]:
 
 
 def staggered(base: int, servers: int) -> list[Ports]:
-    """Ports for so many servers, from `base` on, whether they are free or not."""
+    """Return ports for so many servers, from `base` on, whether free or not."""
     starts = range(base, base + servers * PORTS_PER_SERVER, PORTS_PER_SERVER)
     return [
         Ports(
@@ -97,5 +97,6 @@ def listener_pid(port: int) -> int | None:
     """Find the process that listens on a TCP port of this host."""
     for connection in psutil.net_connections("tcp4"):
         if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
-            return connection.pid
+            pid: int | None = connection.pid
+            return pid
     return None

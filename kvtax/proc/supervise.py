@@ -280,7 +280,7 @@ def set_name(name: str) -> None:
 
 
 def begin_child() -> None:
-    """In a new child: end with its parent, and take signals again."""
+    """Make a new child end with its parent, and take signals again."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     set_name("python")
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
