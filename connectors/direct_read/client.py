@@ -273,8 +273,8 @@ class Connections:
         expired_s = time.monotonic() - KEPT_S
         with self._lock:
             too_many = len(self._kept) - self._max_kept
-            too_old = sum(one.since_s < expired_s for one in self._kept)
+            too_old = sum(kept.since_s < expired_s for kept in self._kept)
             first = max(too_many, too_old)
             ending, self._kept = self._kept[:first], self._kept[first:]
-        for one in ending:
-            one.client.close()
+        for kept in ending:
+            kept.client.close()

@@ -84,10 +84,10 @@ class SchedulerCounts:
         """From now on, also count what this instance's ledger is asked."""
         self._served = served
 
-    def answered(self, found: "Found") -> None:
+    def answered(self, answer: "Found") -> None:
         self._counts["lookups"] += 1
-        self._counts["lookup_failures"] += found.failed
-        self._counts["blocks_offered"] += len(found.offer.block_ids)
+        self._counts["lookup_failures"] += answer.failed
+        self._counts["blocks_offered"] += len(answer.offer.block_ids)
 
     def take(self) -> dict[str, int]:
         """Return the counts since the last call; called each step."""

@@ -197,12 +197,12 @@ def reads(
     due_s = time.monotonic()
     while True:
         asked = [(number, oldest + ahead) for ahead in AHEAD] + [(number + 1, 0)]
-        for one, prompt in asked:
-            if one == len(passes) or prompt >= len(passes[one]):
+        for turn, prompt in asked:
+            if turn == len(passes) or prompt >= len(passes[turn]):
                 continue
-            read = reader.read(passes[one][prompt])
-            if read.offered == len(passes[one][prompt]):
-                number, oldest = one, prompt
+            read = reader.read(passes[turn][prompt])
+            if read.offered == len(passes[turn][prompt]):
+                number, oldest = turn, prompt
                 break
         yield read
         now_s = time.monotonic()
@@ -220,7 +220,7 @@ def main() -> None:
         new_engine(),
         ("127.0.0.1", port),
         os.environ["DIRECT_READ_SECRET"],
-        max(len(prompt) for one in passes for prompt in one),
+        max(len(prompt) for turn in passes for prompt in turn),
     )
     with LineFile(folder / "reads.jsonl", ReadsHeader(reads_per_s=per_s)) as file:
         for read in reads(reader, passes, per_s):

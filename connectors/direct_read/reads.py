@@ -262,7 +262,7 @@ class Puller:
         if not self._pulled:
             return []
         pulled = [self._pulled.popleft() for _ in range(len(self._pulled))]
-        ended = {one.request_id for one in pulled}
+        ended = {pull.request_id for pull in pulled}
         self._pulling -= ended
         self._unwanted -= ended
         return pulled

@@ -147,32 +147,32 @@ class DirectReadScheduler:
             return 0
         if not asked.answer.done():
             return None
-        found = asked.answer.result()
-        if found.is_stale():
+        reply = asked.answer.result()
+        if reply.is_stale():
             # The request has waited too long for free blocks: ask again.
             del self._asked[request.request_id]
             return None
-        if not self._is_of_our_weights(found, asked.address):
+        if not self._is_of_our_weights(reply, asked.address):
             self._counts.answered(NOTHING)
             self._asked[request.request_id] = None
             return 0
         # Meanwhile more or fewer of its blocks may be cached here.
         skipped = first_block - asked.first_block
-        num_blocks = len(found.offer.block_ids) - skipped
+        num_blocks = len(reply.offer.block_ids) - skipped
         if skipped < 0 or num_blocks <= 0:
-            self._counts.answered(found)
+            self._counts.answered(reply)
             self._asked[request.request_id] = None
             return 0
         return num_blocks
 
-    def _is_of_our_weights(self, found: Found, address: Address) -> bool:
+    def _is_of_our_weights(self, reply: Found, address: Address) -> bool:
         """Decide if the offer's blocks can be of the same weights as ours.
 
         Weights change in one instance after the other. An offer that was made before
         our own last update or reset is refused, too.
         """
         assert self._cache is not None
-        offer = found.offer
+        offer = reply.offer
         ours, theirs = self._cache.changes(), (offer.resets, offer.weight_updates)
         if ours == theirs or not offer.block_ids:
             return True
@@ -193,14 +193,14 @@ class DirectReadScheduler:
         if asked is None:
             return
         self._asked[request.request_id] = None
-        found = asked.answer.result()
-        self._counts.answered(found)
+        reply = asked.answer.result()
+        self._counts.answered(reply)
         if num_external_tokens == 0:
             # In a MultiConnector, another connector loads the blocks.
             return
-        assert found.peer is not None
+        assert reply.peer is not None
         num_blocks = num_external_tokens // self._block_size
-        skipped = len(found.offer.block_ids) - num_blocks
+        skipped = len(reply.offer.block_ids) - num_blocks
         first_block = asked.first_block + skipped
         (block_ids,) = blocks.get_block_ids()
         host, port = asked.address
@@ -208,10 +208,10 @@ class DirectReadScheduler:
             request_id=request.request_id,
             host=host,
             port=port,
-            token=found.offer.token,
+            token=reply.offer.token,
             skipped=skipped,
-            workers=found.peer.workers,
-            peer_block_ids=found.offer.block_ids[skipped:],
+            workers=reply.peer.workers,
+            peer_block_ids=reply.offer.block_ids[skipped:],
             block_ids=block_ids[first_block : first_block + num_blocks],
         )
         self._pulls.append(pull)

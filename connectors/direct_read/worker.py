@@ -84,10 +84,10 @@ class DirectReadWorker:
         if finished_req_ids:
             puller.cancel(finished_req_ids)
         pulled = puller.take_pulled()
-        for one in pulled:
-            self._failed_block_ids.update(one.failed_block_ids)
-            self._counts.update(one.counts)
-        return {one.request_id for one in pulled} or None
+        for pull in pulled:
+            self._failed_block_ids.update(pull.failed_block_ids)
+            self._counts.update(pull.counts)
+        return {pull.request_id for pull in pulled} or None
 
     def take_failed_block_ids(self) -> set[int]:
         """Failed blocks of requests that get_finished returned since the last call."""

@@ -41,22 +41,24 @@ def accompanied(
     first = reserve(1)[0].http
     given = {f"@PORT_{number + 1}@": str(first + number) for number in range(PORTS)}
     given["@FOLDER@"] = str(folder)
-    told = msgspec.structs.replace(
+    filled = msgspec.structs.replace(
         connector,
         **{place: _filled(getattr(connector, place), given) for place in PLACES},
     )
-    if told.companion is None:
-        yield told
+    if filled.companion is None:
+        yield filled
         return
-    for name, text in told.companion.files.items():
+    for name, text in filled.companion.files.items():
         (folder / name).write_text(text)
     log = folder / "companion.log"
-    command = installed.command("-m", told.companion.module, *told.companion.arguments)
-    secrets = secrets_in(told.companion.arguments, told.env)
-    env = _environment(told, installed)
+    command = installed.command(
+        "-m", filled.companion.module, *filled.companion.arguments
+    )
+    secrets = secrets_in(filled.companion.arguments, filled.env)
+    env = _environment(filled, installed)
     with Supervised(command, env, log, secrets=secrets) as process:
         _wait_ready(process, first, log)
-        yield msgspec.structs.replace(told, companion=None)
+        yield msgspec.structs.replace(filled, companion=None)
 
 
 def _filled(value: Any, given: dict[str, str]) -> Any:
@@ -76,7 +78,7 @@ def _filled(value: Any, given: dict[str, str]) -> Any:
 def _environment(connector: Connector, installed: Installation) -> dict[str, str]:
     folder = beside(connector.beside, installed)
     path = [folder, installed.sources, REPOSITORY, os.environ.get("PYTHONPATH")]
-    paths = os.pathsep.join(str(one) for one in path if one)
+    paths = os.pathsep.join(str(place) for place in path if place)
     return os.environ | {"PYTHONPATH": paths} | connector.env
 
 

@@ -196,13 +196,15 @@ async def test_many_at_once_in_both_directions(bench):
     forth = [prompt(104_000 + i, 40 + 61 * i) for i in range(6)]
     back = [prompt(104_100 + i, 33 + 47 * i) for i in range(6)]
     await asyncio.gather(*map(bench.prepare, forth))
-    await asyncio.gather(*(bench.b.complete(one, 1) for one in back))
+    await asyncio.gather(*(bench.b.complete(each, 1) for each in back))
     async with bench.pulled(sum(map(full_blocks, forth))):
         await asyncio.gather(
-            *(bench.right(bench.ask(one), one) for one in forth),
+            *(bench.right(bench.ask(each), each) for each in forth),
             *(
-                bench.right(bench.a.complete(one, kv_transfer_params=bench.b.peer), one)
-                for one in back
+                bench.right(
+                    bench.a.complete(each, kv_transfer_params=bench.b.peer), each
+                )
+                for each in back
             ),
         )
     await bench.a.settle()
@@ -216,12 +218,12 @@ async def test_preempted_after_a_pull(bench):
     length = (SMALL_BLOCKS // 3 - 1) * BLOCK_TOKENS
     three = [prompt(104_200 + i, length) for i in range(3)]
     await bench.reference.tokens(three)
-    for one in three:
-        await bench.b.complete(one, 1)
+    for each in three:
+        await bench.b.complete(each, 1)
     pulled = await bench.a.count("blocks_pulled")
     preemptions = await bench.a.metric("vllm:num_preemptions_total")
     pulls = asyncio.gather(
-        *(bench.a.complete(one, kv_transfer_params=bench.b.peer) for one in three)
+        *(bench.a.complete(each, kv_transfer_params=bench.b.peer) for each in three)
     )
     # Together: none is done before all of them have blocks and have read.
     async with bench.a.held_at(VALIDATE, pulls):
@@ -240,13 +242,13 @@ async def test_pulls_leave_room_for_each_other(bench):
     """A has blocks for what two requests pull, but not for the rest of either."""
     both = [prompt(104_300 + i, 200 * BLOCK_TOKENS) for i in range(2)]
     await bench.reference.tokens(both)
-    for one in both:
-        await bench.b.complete(one[: 140 * BLOCK_TOKENS], 1)
+    for each in both:
+        await bench.b.complete(each[: 140 * BLOCK_TOKENS], 1)
     answers = [
         asyncio.ensure_future(
-            bench.right(bench.a.complete(one, kv_transfer_params=bench.b.peer), one)
+            bench.right(bench.a.complete(each, kv_transfer_params=bench.b.peer), each)
         )
-        for one in both
+        for each in both
     ]
     async with bench.a.held_at(VALIDATE, asyncio.gather(*answers)) as both_right:
         await asyncio.sleep(0.3)
@@ -445,8 +447,8 @@ async def test_the_peer_is_stopped(bench, gate):
 
 async def test_the_peer_is_killed_while_b_reads(bench):
     asked = [prompt(117_000 + i, 1000) for i in range(2)]
-    for one in asked:
-        await bench.prepare(one)
+    for each in asked:
+        await bench.prepare(each)
     async with bench.pulled(0):
         async with bench.b.held_at(MID_READ, bench.ask(asked[0])) as answer:
             bench.a.kill()

@@ -257,9 +257,9 @@ def listening_ports(processes: list[int]) -> set[int]:
 def test_the_sweep_ends_with_a_page_that_has_every_verdict(whole, configs):
     text = (whole.folder / "report.html").read_text()
     data = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
-    (shown,) = (one for one in data["sections"] if "verdicts" in one)
-    told = {one["name"]: one["verdict"] for one in shown["verdicts"]}
-    assert told == {name: config["verdict"] for name, config in configs.items()}
+    (shown,) = (entry for entry in data["sections"] if "verdicts" in entry)
+    given = {entry["name"]: entry["verdict"] for entry in shown["verdicts"]}
+    assert given == {name: config["verdict"] for name, config in configs.items()}
 
 
 @swept
@@ -320,11 +320,11 @@ def test_a_connector_that_grows_breaks_its_limits_and_the_python_keeps_every_byt
     limits.write_text(SWEEP_LIMITS)
     before = {path: path.lstat().st_mtime_ns for path in their_venv.rglob("*")}
     ours = {path: path.stat().st_mtime_ns for path in packages_of_vllm()}
-    told = ["--profile", "cpu-smoke", "--repeats", "2", "--out", tmp_path / "run"]
-    told += ["--python", their_venv / "bin" / "python", "--limits", limits]
-    told += ["--connector", "mypkg.kv:Mine"]
+    given = ["--profile", "cpu-smoke", "--repeats", "2", "--out", tmp_path / "run"]
+    given += ["--python", their_venv / "bin" / "python", "--limits", limits]
+    given += ["--connector", "mypkg.kv:Mine"]
     sweep = subprocess.run(
-        ["bash", REPOSITORY / "run_all.sh", *told],
+        ["bash", REPOSITORY / "run_all.sh", *given],
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,

@@ -252,12 +252,12 @@ def test_secrets_are_found_as_they_may_be_printed():
         "secret": {"key": "line one\nline two"},
         "pin_code": "abc",
     }
-    found = provenance.secrets_in(config, ["--api-key", "of the server"])
+    texts = provenance.secrets_in(config, ["--api-key", "of the server"])
     forms = {'ses"ame', 'ses\\"ame', "12345", "p%40ssword", "p@ssword", "line one"}
-    assert forms | {"line two", "line one\\nline two", "of the server"} <= set(found)
+    assert forms | {"line two", "line one\\nline two", "of the server"} <= set(texts)
     # "abc" is found in anything, None was nobody's choice.
-    assert not {"abc", "None", "u"} & set(found)
-    assert [len(text) for text in found] == sorted(map(len, found), reverse=True)
+    assert not {"abc", "None", "u"} & set(texts)
+    assert [len(text) for text in texts] == sorted(map(len, texts), reverse=True)
 
 
 @pytest.mark.slow
@@ -311,8 +311,8 @@ def test_two_configs_of_a_name_are_refused(brand_new, tmp_path):
 def test_the_sweep_serves_it(brand_new, tmp_path):
     preflight.check_connector(brand_new)
     argv = resolve(brand_new, load_profile("cpu"), tmp_path, tmp_path, {}).argv
-    told = json.loads(argv[argv.index("--kv-transfer-config") + 1])
-    assert told["kv_connector"] == "BrandNewConnector"
+    given = json.loads(argv[argv.index("--kv-transfer-config") + 1])
+    assert given["kv_connector"] == "BrandNewConnector"
 
 
 SETTINGS = CONFIGS / "profiles" / "h20-30b-a3b.toml"
@@ -400,16 +400,16 @@ def pid_of(folder: Path) -> int:
 
 @pytest.mark.slow
 def test_it_listens_and_all_places_name_the_same_port(folder):
-    with accompanied(companion_of(), folder, installation()) as told:
+    with accompanied(companion_of(), folder, installation()) as given:
         # So that it ends whatever ends us: tests/proc/test_processes.py.
         supervisor = psutil.Process(pid_of(folder)).ppid()
         eventually(lambda: supervisor in supervisors())
-        [address] = told.kv_transfer_config["extra"]["hosts"]
+        [address] = given.kv_transfer_config["extra"]["hosts"]
         port = int(address.removeprefix("127.0.0.1:"))
         seen = content(folder / "friend.seen")
         assert seen == f'{{"port": {port}, "other": {port + 1}}}'
-        assert told.env == {"FRIEND_CONFIG": f"{folder}/friend.json"}
-        assert not needs_company(told)
+        assert given.env == {"FRIEND_CONFIG": f"{folder}/friend.json"}
+        assert not needs_company(given)
 
 
 @pytest.mark.parametrize("error", [None, "the engine died"])
@@ -445,8 +445,8 @@ def test_without_a_companion_the_folder_is_filled_in_all_the_same(folder):
     alone = Connector(
         summary="", patches=[], kv_transfer_config={"path": "@FOLDER@/kv", "blocks": 3}
     )
-    with accompanied(alone, folder, installation()) as told:
-        assert told.kv_transfer_config == {"path": f"{folder}/kv", "blocks": 3}
+    with accompanied(alone, folder, installation()) as given:
+        assert given.kv_transfer_config == {"path": f"{folder}/kv", "blocks": 3}
     assert list(folder.iterdir()) == []
 
 

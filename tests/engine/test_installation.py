@@ -41,47 +41,47 @@ def foreign(tmp_path) -> Path:
 
 @pytest.mark.slow
 def test_it_tells_what_it_has_and_where(foreign):
-    found = installation(str(foreign / "bin" / "python"))
-    assert found.prefix == str(foreign)
-    assert found.versions["some-package"] == "1.2.3"
-    assert found.package("some_package").parent.name == "site-packages"
+    there = installation(str(foreign / "bin" / "python"))
+    assert there.prefix == str(foreign)
+    assert there.versions["some-package"] == "1.2.3"
+    assert there.package("some_package").parent.name == "site-packages"
     with pytest.raises(ModuleNotFoundError, match="no_such is not installed in /"):
-        found.package("no_such")
+        there.package("no_such")
 
 
 @pytest.mark.slow
 def test_what_a_pth_file_prints_is_no_answer(foreign):
     (packages,) = foreign.glob("lib/*/site-packages")
     (packages / "loud.pth").write_text("import sys; print('hello')\n")
-    found = installation(str(foreign / "bin" / "python"))
-    assert found.versions["some-package"] == "1.2.3"
-    assert found.package("some_package") == packages / "some_package"
+    there = installation(str(foreign / "bin" / "python"))
+    assert there.versions["some-package"] == "1.2.3"
+    assert there.package("some_package") == packages / "some_package"
 
 
 @pytest.mark.slow
 def test_the_gate_says_why_there_is_no_vllm_for_cpus(foreign):
-    found = installation(str(foreign / "bin" / "python"))
+    there = installation(str(foreign / "bin" / "python"))
     with pytest.raises(InstallationError, match="No module named 'vllm'; the gate me"):
-        _require_cpu(found)
+        _require_cpu(there)
     (packages,) = foreign.glob("lib/*/site-packages")
     (packages / "vllm").mkdir()
     (packages / "vllm" / "__init__.py").write_text("raise OSError('no libtorch')\n")
     with pytest.raises(InstallationError, match="imported: OSError: no libtorch; the"):
-        _require_cpu(found)
+        _require_cpu(there)
 
 
 @pytest.mark.slow
 def test_asking_it_changes_nothing_there(foreign):
     before = {path: path.lstat().st_mtime_ns for path in foreign.rglob("*")}
-    found = installation(str(foreign / "bin" / "python"))
-    found.package("some_package")
+    there = installation(str(foreign / "bin" / "python"))
+    there.package("some_package")
     assert {path: path.lstat().st_mtime_ns for path in foreign.rglob("*")} == before
 
 
 @pytest.mark.slow
 def test_only_our_own_may_keep_bytecode(foreign):
-    found = installation(str(foreign / "bin" / "python"))
-    assert found.command("-c", "pass")[1:] == ["-B", "-c", "pass"]
+    there = installation(str(foreign / "bin" / "python"))
+    assert there.command("-c", "pass")[1:] == ["-B", "-c", "pass"]
     assert installation().command("-c", "pass") == [sys.executable, "-c", "pass"]
 
 
@@ -106,7 +106,7 @@ def test_what_is_no_python_is_refused_by_name(python, why):
 
 def with_versions(**versions: str) -> Installation:
     """This installation, as if these were all its distributions."""
-    names = {name.replace("_", "-"): one for name, one in versions.items()}
+    names = {name.replace("_", "-"): entry for name, entry in versions.items()}
     return dataclasses.replace(installation(), versions=names)
 
 
@@ -121,8 +121,8 @@ def with_versions(**versions: str) -> Installation:
     ],
 )
 def test_a_build_is_for_what_vllms_own_platforms_take_it_for(versions, flavour):
-    found = with_versions(**versions)
-    assert [one for one in ("cpu", "gpu") if found.has_vllm(one)] == [flavour]
+    there = with_versions(**versions)
+    assert [entry for entry in ("cpu", "gpu") if there.has_vllm(entry)] == [flavour]
 
 
 # A build by another name, which talks while it is imported.
@@ -146,20 +146,20 @@ def test_a_vllm_by_another_name_is_asked_itself(foreign):
         file = packages / "vllm" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    found = installation(str(foreign / "bin" / "python"))
-    assert found.has_vllm("cpu")
-    assert not found.has_vllm("gpu")
-    assert found.vllm().version == "0.18.1"
-    assert found.vllm().connectors == ["Mine", "Theirs"]
+    there = installation(str(foreign / "bin" / "python"))
+    assert there.has_vllm("cpu")
+    assert not there.has_vllm("gpu")
+    assert there.vllm().version == "0.18.1"
+    assert there.vllm().connectors == ["Mine", "Theirs"]
 
 
 @pytest.mark.slow
 def test_a_python_without_vllm_has_it_for_nothing(foreign):
-    found = installation(str(foreign / "bin" / "python"))
-    assert not found.has_vllm("cpu")
-    assert not found.has_vllm("gpu")
+    there = installation(str(foreign / "bin" / "python"))
+    assert not there.has_vllm("cpu")
+    assert not there.has_vllm("gpu")
     with pytest.raises(InstallationError, match="imported: ModuleNotFoundError"):
-        found.vllm()
+        there.vllm()
 
 
 # Makes an environment whose Python is this one, and counts what it is asked for.
@@ -284,8 +284,8 @@ def test_sources_get_the_extensions_and_the_platform_of_a_cpu_build(
     package = installed.package("vllm")
     assert "checkout" in (package / "__init__.py").read_text()
     assert (package / "_C.abi3.so").read_text() == "site"
-    (found,) = importlib.metadata.distributions(name="vllm", path=[str(package.parent)])
-    assert found.version == installed.versions["vllm"] == f"{version}+cpu"
+    (there,) = importlib.metadata.distributions(name="vllm", path=[str(package.parent)])
+    assert there.version == installed.versions["vllm"] == f"{version}+cpu"
     assert installed.has_vllm("cpu")
     assert sorted(sources.rglob("*")) == before
     # It comes before the installed one, and behind what patches it.

@@ -233,14 +233,14 @@ def test_nothing_is_left_when_the_owner_dies_of(number, imported, folder):
 
 def processes_with(folder: Path) -> list[int]:
     """Find the processes that have the folder in their environment, but us."""
-    found = []
+    pids = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             if str(folder).encode() in (entry / "environ").read_bytes():
-                found.append(int(entry.name))
+                pids.append(int(entry.name))
         except OSError:
             continue
-    return found
+    return pids
 
 
 @pytest.mark.slow

@@ -118,8 +118,8 @@ def test_the_recording_of_an_outer_process_is_not_inherited(tmp_path, monkeypatc
 
 def test_a_connectors_engine_arguments_reach_its_server_as_json(tmp_path):
     events = {"enable_kv_cache_events": True, "publisher": "zmq"}
-    told = Connector("", [], engine_args={"kv_events_config": events, "dtype": "half"})
-    argv = spec(tmp_path, told).argv
+    ports = Connector("", [], engine_args={"kv_events_config": events, "dtype": "half"})
+    argv = spec(tmp_path, ports).argv
     assert json.loads(argv[argv.index("--kv-events-config") + 1]) == events
     assert argv[argv.index("--dtype") + 1] == "half"
 
@@ -133,10 +133,10 @@ def test_a_connector_whose_companion_nobody_started_is_refused(tmp_path):
 
 def test_each_side_channel_is_told_the_port_that_the_spec_names(tmp_path):
     made = spec(tmp_path)
-    told = {name: made.env[name] for name in made.env if name.endswith("_PORT")}
-    assert told["VLLM_NIXL_SIDE_CHANNEL_PORT"] == str(made.ports.nixl)
-    assert told["VLLM_MOONCAKE_BOOTSTRAP_PORT"] == str(made.ports.bootstrap)
-    assert told["DIRECT_READ_PORT"] == str(made.ports.direct_read)
+    ports = {name: made.env[name] for name in made.env if name.endswith("_PORT")}
+    assert ports["VLLM_NIXL_SIDE_CHANNEL_PORT"] == str(made.ports.nixl)
+    assert ports["VLLM_MOONCAKE_BOOTSTRAP_PORT"] == str(made.ports.bootstrap)
+    assert ports["DIRECT_READ_PORT"] == str(made.ports.direct_read)
 
 
 def test_what_one_server_is_told_besides_changes_no_other(tmp_path):

@@ -123,12 +123,12 @@ class Host:
 
     def processes(self, what: str) -> list[int]:
         """Those whose command line has `what`."""
-        found = []
+        matching = []
         for pid in descendants(self.ray.supervisor_pid):
             with suppress(OSError):  # It may have ended by now.
                 if what.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    found.append(pid)
-        return found
+                    matching.append(pid)
+        return matching
 
     def kill(self) -> None:
         """All of it at once, as when a machine loses its power."""
@@ -180,13 +180,13 @@ class RayCluster:
     def processes(self, what: str) -> list[str]:
         """Commands with `what` in them that run on any host, whoever started them."""
         networks = {host.network.name for host in self.hosts}
-        found = []
+        matching = []
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # It may have ended by now.
                 command = (process / "cmdline").read_text().replace("\0", " ")
                 if what in command and os.readlink(process / "ns" / "net") in networks:
-                    found.append(command)
-        return found
+                    matching.append(command)
+        return matching
 
     def nothing_stays(self, *commands: str, within_s: float) -> None:
         """Wait until no process of `commands` and no folder of work is left."""

@@ -205,8 +205,8 @@ def test_a_result_takes_the_place_of_an_earlier_one_whole(tmp_path: Path) -> Non
     (tmp_path / "kept").touch()
     files = {"a/r0/deep/new": b"1", "b/r0/new": b"2", "facts.json": b"{}"}
     FinishedTask("task", "host", files).put(tmp_path, ["a/r0", "b/r0"])
-    found = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
-    assert found == {"kept", "a/r0/deep/new", "b/r0/new"}
+    names = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
+    assert names == {"kept", "a/r0/deep/new", "b/r0/new"}
 
 
 @pytest.mark.parametrize(

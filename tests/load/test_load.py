@@ -105,9 +105,9 @@ def test_a_phase_has_its_own_shape_or_the_one_of_the_plan():
         {"name": "hold.0.1.8", "requests": 2, "rate_rps": 1.0, "prompt_tokens": 12},
     ]
     sent = [json.loads(body) for body in bodies(plan_of(phases=phases))]
-    shapes = [(len(one["prompt"]), one["max_tokens"]) for one in sent]
+    shapes = [(len(body["prompt"]), body["max_tokens"]) for body in sent]
     assert shapes == [(40, 4), (40, 4), (40, 1), (12, 4), (12, 4)]
-    assert all(one["min_tokens"] == one["max_tokens"] for one in sent)
+    assert all(body["min_tokens"] == body["max_tokens"] for body in sent)
 
 
 def event(**fields) -> bytes:
@@ -215,9 +215,9 @@ def test_an_alarm_wakes_every_waiter_in_order_and_never_early():
 def test_a_phase_begins_with_a_request_and_ends_a_gap_after_the_last(
     rate_rps, requests, due_ms, length_ms
 ):
-    (found,) = timetables(plan_of(requests=requests, rate_rps=rate_rps))
-    assert found.due_ns == [ms * 1_000_000 for ms in due_ms]
-    assert found.length_ns == length_ms * 1_000_000
+    (table,) = timetables(plan_of(requests=requests, rate_rps=rate_rps))
+    assert table.due_ns == [ms * 1_000_000 for ms in due_ms]
+    assert table.length_ns == length_ms * 1_000_000
 
 
 @pytest.mark.parametrize(

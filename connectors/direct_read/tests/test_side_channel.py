@@ -78,20 +78,20 @@ def test_a_client_asks_for_as_many_blocks_as_fit(client):
 
 def test_any_number_of_threads_can_share_a_client(client):
     client.hello()
-    found = []
+    answers = []
 
     def ask(num_hashes: int) -> None:
         for _ in range(50):
             offer = client.lookup(HASHES[:num_hashes])
-            found.append((num_hashes, len(offer.block_ids)))
+            answers.append((num_hashes, len(offer.block_ids)))
 
     threads = [threading.Thread(target=ask, args=(n,)) for n in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 400
-    assert all(asked == offered for asked, offered in found)
+    assert len(answers) == 400
+    assert all(asked == offered for asked, offered in answers)
 
 
 # Who says it.
@@ -268,9 +268,9 @@ def test_who_asks_again_asks_over_the_same_connection(kept, serves):
 
 def test_two_at_once_have_one_each_and_both_are_kept(kept, serves):
     for _ in range(2):
-        with kept.to(at(serves)) as one, kept.to(at(serves)) as other:
-            assert one is not other
-            assert one.lookup(HASHES).block_ids and other.lookup(HASHES).block_ids
+        with kept.to(at(serves)) as first, kept.to(at(serves)) as other:
+            assert first is not other
+            assert first.lookup(HASHES).block_ids and other.lookup(HASHES).block_ids
             assert len(serves._connections) == 2
 
 
@@ -316,13 +316,13 @@ def test_one_that_nobody_has_used_for_long_is_not_kept(kept, serves, monkeypatch
 
 def test_close_ends_what_is_kept_and_what_is_still_in_use_after_that(serves):
     kept = Connections(SECRET)
-    with kept.to(at(serves)) as one:
+    with kept.to(at(serves)) as first:
         with kept.to(at(serves)) as other:
             pass
         kept.close()
         assert not other.is_connected()
-        assert one.lookup(HASHES).block_ids
-    assert not one.is_connected()
+        assert first.lookup(HASHES).block_ids
+    assert not first.is_connected()
 
 
 @pytest.mark.slow
