@@ -93,8 +93,8 @@ class FinishedTask:
         Raises HostsError if the host names a file outside of its result.
         """
         for name in self.files:
-            path = PurePosixPath(name)
-            if path.is_absolute() or ".." in path.parts or not path.name:
+            place = PurePosixPath(name)
+            if place.is_absolute() or ".." in place.parts or not place.name:
                 raise HostsError(
                     f"{self.name}: {self.host} sent a file for {name!r}, which is "
                     "outside of the task's result: nothing of it was written"
@@ -326,7 +326,7 @@ def _files_of(task: bytes, folder: Path, host: str) -> dict[str, bytes]:
 @contextmanager
 def _process(
     command: list[str], env: dict[str, str], log: IO[bytes]
-) -> Iterator[subprocess.Popen]:
+) -> Iterator[subprocess.Popen[bytes]]:
     """Run a command that ends with the context, or with this process."""
     process = subprocess.Popen(
         command,

@@ -292,7 +292,7 @@ class Run:
 
     async def _send_stretch(
         self,
-        client: Client,
+        client: Client[RequestRecord],
         stretch: list[Timetable],
         reset_ns: int | None,
         ids: Iterator[int],
@@ -319,7 +319,11 @@ class Run:
                     reset_ns = None
 
     async def _request(
-        self, client: Client, record: RequestRecord, body: bytes, on_time: bool
+        self,
+        client: Client[RequestRecord],
+        record: RequestRecord,
+        body: bytes,
+        on_time: bool,
     ) -> None:
         self.in_flight += 1
         try:

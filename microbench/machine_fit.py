@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -138,7 +139,9 @@ class Fit:
     num_blocks: int
 
 
-def fit_shape(memory_bytes: int, config: dict, num_blocks: int, block_size: int) -> Fit:
+def fit_shape(
+    memory_bytes: int, config: dict[str, Any], num_blocks: int, block_size: int
+) -> Fit:
     """Compute how many layers with dummy weights fit beside all blocks.
 
     `config` is the model's config.json, dense or a mixture of experts, with
@@ -159,7 +162,7 @@ def fit_shape(memory_bytes: int, config: dict, num_blocks: int, block_size: int)
 def fit_weights(
     memory_bytes: int,
     weight_bytes: int,
-    config: dict,
+    config: dict[str, Any],
     num_blocks: int,
     block_size: int,
 ) -> Fit:
@@ -185,12 +188,12 @@ def usable_bytes(memory_bytes: int) -> int:
     return int(memory_bytes * USABLE_SHARE) - RESERVE_BYTES
 
 
-def kv_bytes_per_token_and_layer(config: dict) -> int:
+def kv_bytes_per_token_and_layer(config: dict[str, Any]) -> int:
     """Keys and values of all KV heads."""
     return 2 * config["num_key_value_heads"] * head_values(config) * BYTES_PER_VALUE
 
 
-def layer_bytes(config: dict) -> int:
+def layer_bytes(config: dict[str, Any]) -> int:
     """Weights of one layer: attention, and the MLP or all experts with their router."""
     hidden = config["hidden_size"]
     heads = config["num_attention_heads"] + config["num_key_value_heads"]
@@ -202,13 +205,13 @@ def layer_bytes(config: dict) -> int:
     return (attention + mlp) * BYTES_PER_VALUE
 
 
-def embedding_bytes(config: dict) -> int:
+def embedding_bytes(config: dict[str, Any]) -> int:
     """Weights outside of the layers: the embedding, and the head if it is another."""
     tables = 1 if config.get("tie_word_embeddings") else 2
     return tables * config["vocab_size"] * config["hidden_size"] * BYTES_PER_VALUE
 
 
-def head_values(config: dict) -> int:
+def head_values(config: dict[str, Any]) -> int:
     """Values per attention head."""
     computed = config["hidden_size"] // config["num_attention_heads"]
     return config.get("head_dim") or computed

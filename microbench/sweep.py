@@ -27,7 +27,14 @@ from kvtax.engine.preflight import check_machine
 from kvtax.engine.published import published
 from kvtax.records.files import read_document, write_document
 from kvtax.records.profile import ProfileRecord
-from kvtax.records.run import PLAN_FILE, HostRecord, PlanEntry, Role, RunRecord
+from kvtax.records.run import (
+    PLAN_FILE,
+    HostRecord,
+    PlanEntry,
+    Role,
+    RunRecord,
+    TrialRecord,
+)
 from kvtax.run_folder import RunFolderError
 from kvtax.verdict.analysis import analyse
 from kvtax.verdict.trials import load_run
@@ -35,7 +42,7 @@ from kvtax.verdict.warnings import largest_relative_bound
 from microbench import cpu_profile
 from microbench.profile import Profile
 from microbench.specs import first_trials, round_of
-from microbench.trial import TrialRecord, TrialSpec, read_finished, run_trial
+from microbench.trial import TrialSpec, read_finished, run_trial
 
 GROWING_SERVERS, COMPARED_SERVERS = 3, 2
 # Of a config: the records of the server that was sampled.

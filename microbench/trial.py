@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvtax.engine import ServerError
 from kvtax.engine.companion import accompanied
 from kvtax.engine.connector import Connector
 from kvtax.engine.installation import Installation
@@ -23,7 +24,6 @@ from kvtax.engine.published import published
 from kvtax.engine.server import (
     SERVED_MODEL,
     Server,
-    ServerError,
     ServerSpec,
     resolve,
     tail,

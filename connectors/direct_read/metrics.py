@@ -11,6 +11,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        PromMetric,
+        PromMetricT,
+    )
+
     from connectors.direct_read import ledger
     from connectors.direct_read.lookups import Found
 
@@ -34,7 +40,7 @@ COUNTERS = {
 class DirectReadStats(KVConnectorStats):
     """Counts since the last report; names as in COUNTERS, absent ones are 0."""
 
-    def reset(self):
+    def reset(self) -> None:
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
@@ -49,7 +55,13 @@ class DirectReadStats(KVConnectorStats):
 
 
 class DirectReadPromMetrics(KVConnectorPromMetrics):
-    def __init__(self, vllm_config, metric_types, labelnames, per_engine_labelvalues):
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        metric_types: "dict[type[PromMetric], type[PromMetricT]]",
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._counters = {
             name: self.make_per_engine(
@@ -62,7 +74,7 @@ class DirectReadPromMetrics(KVConnectorPromMetrics):
             for name, documentation in COUNTERS.items()
         }
 
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0):
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name, count in transfer_stats_data.items():
             self._counters[name][engine_idx].inc(count)
 

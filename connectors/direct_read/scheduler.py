@@ -13,11 +13,11 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import init_none_hash
 
 from connectors.direct_read import fingerprint
+from connectors.direct_read.client import Address
 from connectors.direct_read.ledger import BlockLedger, ChangeCounter
 from connectors.direct_read.lookups import (
     NOTHING,
     OFFER_LIFETIME_S,
-    Address,
     Found,
     Lookups,
 )
@@ -85,7 +85,7 @@ class DirectReadScheduler:
             self.ledger = BlockLedger(block_pool, readers)
         self._cache = self.ledger or ChangeCounter(block_pool)
 
-    def on_workers_called(self, method: str | Callable) -> None:
+    def on_workers_called(self, method: str | Callable[..., Any]) -> None:
         """Count a call of the workers that may change their weights."""
         if self._cache is not None and method not in HARMLESS_METHODS:
             self._cache.on_weight_update()

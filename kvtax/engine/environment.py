@@ -9,6 +9,7 @@ import secrets
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from kvtax.engine import ServerError
 from kvtax.engine.installation import Installation, installation
@@ -86,7 +87,7 @@ def engine_environment(
     return inherited | needed | own_ports | settings.server_env
 
 
-def record_steps(folder: Path, label: dict) -> dict[str, str]:
+def record_steps(folder: Path, label: dict[str, Any]) -> dict[str, str]:
     """Return the variables that make a patched vLLM write its step records to `folder`.
 
     `label` goes into the header of each file.

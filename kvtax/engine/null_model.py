@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -131,7 +131,7 @@ def has_weights(folder: Path) -> bool:
     return any(folder.glob("*.safetensors"))
 
 
-def _write(folder: Path, config: dict) -> Checkpoint:
+def _write(folder: Path, config: dict[str, Any]) -> Checkpoint:
     folder.mkdir(exist_ok=True)
     # A server that starts now may be reading it.
     write_whole(folder / "config.json", json.dumps(config, indent=1).encode())

@@ -93,7 +93,7 @@ def resource_problems(
 
 def _available_gib() -> float:
     """Memory that programs can have: what is free, and what caches files."""
-    return psutil.virtual_memory().available / 2**30
+    return float(psutil.virtual_memory().available / 2**30)
 
 
 def check_import(

@@ -241,6 +241,6 @@ def _pss_kib(pid: int) -> int:
 
 def _cpu_s(pid: int) -> float:
     try:
-        return sum(psutil.Process(pid).cpu_times()[:2])
+        return float(sum(psutil.Process(pid).cpu_times()[:2]))
     except psutil.NoSuchProcess:
         return 0.0

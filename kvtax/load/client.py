@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import aiohttp
 import numpy as np
+from aiohttp.abc import AbstractStreamWriter
 from aiohttp.payload import BytesPayload
 
 from kvtax.load.plan import Plan
@@ -50,7 +51,9 @@ class _StampedBody(BytesPayload):
         super().__init__(body, content_type="application/json")
         self._record = record
 
-    async def write_with_length(self, writer, content_length) -> None:
+    async def write_with_length(
+        self, writer: AbstractStreamWriter, content_length: int | None
+    ) -> None:
         self._record.sent_ns = perf_counter_ns()
         await super().write_with_length(writer, content_length)
 

@@ -157,7 +157,8 @@ def _fresh(
         first_block = prompt[:FIRST_BLOCK_TOKENS].tobytes()
         if first_block not in seen:
             seen.add(first_block)
-            return prompt.tolist()
+            token_ids: list[int] = prompt.tolist()
+            return token_ids
 
 
 def completion_body(

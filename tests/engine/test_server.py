@@ -118,8 +118,10 @@ def test_the_recording_of_an_outer_process_is_not_inherited(tmp_path, monkeypatc
 
 def test_a_connectors_engine_arguments_reach_its_server_as_json(tmp_path):
     events = {"enable_kv_cache_events": True, "publisher": "zmq"}
-    ports = Connector("", [], engine_args={"kv_events_config": events, "dtype": "half"})
-    argv = spec(tmp_path, ports).argv
+    connector = Connector(
+        "", [], engine_args={"kv_events_config": events, "dtype": "half"}
+    )
+    argv = spec(tmp_path, connector).argv
     assert json.loads(argv[argv.index("--kv-events-config") + 1]) == events
     assert argv[argv.index("--dtype") + 1] == "half"
 
