@@ -15,8 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Literal, Protocol
+from typing import Protocol
 
 from connectors.direct_read.client import Connections
 from connectors.direct_read.protocol import DirectReadError, WorkerAddress
@@ -30,7 +29,6 @@ MAX_PAUSE_S = 1e-3
 DONE, FAILED = 1, -1
 # What batch_transfer_async_read returns in place of a batch: 0, or -1 as unsigned.
 NOT_BEGUN = (0, -1, 2**64 - 1)
-Order = Literal["ascending", "descending", "mixed"]
 
 
 class LostTrackError(Exception):
@@ -99,14 +97,6 @@ def contiguous_runs(
         else:
             runs.append(Run(block_id, peer_block_id, 1, place, regions))
     return sorted(runs, key=lambda run: run.first)
-
-
-def order_of(block_ids: list[int]) -> Order:
-    """Return the order of a request's block ids; a single block is ascending."""
-    rises = {before < after for before, after in pairwise(block_ids)}
-    if len(rises) > 1:
-        return "mixed"
-    return "descending" if rises == {False} else "ascending"
 
 
 def read_blocks(

@@ -242,7 +242,7 @@ class ReadsHeader(
 
 
 class ReadRecord(msgspec.Struct, kw_only=True):
-    """One turn of the peer; without an offer, only the lookup took place."""
+    """One turn of the peer."""
 
     t_ns: int
     """When the turn began."""
@@ -250,13 +250,3 @@ class ReadRecord(msgspec.Struct, kw_only=True):
     """Blocks that the server offered."""
     valid: int
     """Blocks that were still valid when they had arrived."""
-    lookup_us: float = 0.0
-    """Time to ask for the prefix."""
-    read_us: float = 0.0
-    """Time to read the blocks."""
-    validate_us: float = 0.0
-    """Time to ask which blocks are still valid."""
-    descriptors: int = 0
-    """Reads that the transport was given: one per run of blocks and tensor."""
-    order: Literal["ascending", "descending", "mixed"] | None = None
-    """Order of the server's block ids; null without an offer."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 
 from kvtax.engine import preloaded
 from kvtax.engine.preloaded import Preloaded
+from kvtax.patcher import import_finder
 from kvtax.patcher.import_finder import MODULES
 from kvtax.paths import REPOSITORY
 from kvtax.proc.supervise import Supervised
@@ -192,6 +194,34 @@ def test_a_zygote_that_cannot_live_means_a_cold_start_that_says_why(folder):
     first, facts = output(folder, "facts").splitlines()
     assert first.startswith("kvtax: started cold: the zygote has ended: ")
     assert json.loads(facts)
+
+
+LOOKS = """
+import sys, sitecustomize
+finders = [type(finder).__name__ for finder in sys.meta_path]
+print(sitecustomize.__file__, sitecustomize.SEEN, finders, sys.path)
+"""
+THEIRS = """
+with open(__file__ + ".runs", "a") as file:
+    file.write("x")
+SEEN = True
+"""
+
+
+@pytest.mark.slow
+def test_a_sitecustomize_of_this_python_runs_once_and_an_overlay_s_on_top(folder):
+    """As the almost empty one of Debian, which once made every server start cold."""
+    overlay, theirs = folder / "overlay", folder / "sitecustomize.py"
+    overlay.mkdir()
+    shutil.copy(import_finder.__file__, overlay / "sitecustomize.py")
+    (overlay / MODULES).write_text("")
+    theirs.write_text(THEIRS)
+    (folder / "looks.py").write_text(LOOKS)
+    path = os.pathsep.join(map(str, [overlay, folder, REPOSITORY]))
+    forked = output(folder, "looks", PYTHONPATH=path)
+    assert "started cold" not in forked and "PatchedFinder" in forked
+    assert (folder / "sitecustomize.py.runs").read_text() == "x"
+    assert output(folder, "looks", Supervised, PYTHONPATH=path) == forked
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from connectors.direct_read.peer import Read, reads
+from connectors.direct_read.peer import reads
 from kvtax import patcher
 from kvtax.cli import Exit, main
 from kvtax.config import ConfigError
@@ -31,7 +31,7 @@ from kvtax.proc.machine_lock import machine_lock
 from kvtax.proc.ports import reserve
 from kvtax.records.files import LineFile
 from kvtax.records.requests import Phase, Place, place_of
-from kvtax.records.run import ReadCounts, TrialRecord
+from kvtax.records.run import ReadCounts, ReadRecord, TrialRecord
 from kvtax.records.steps import EngineHeader, EngineStep
 from microbench.peer import PeerError, count_reads, peer
 from microbench.profile import (
@@ -501,10 +501,10 @@ class Instance:
         self.has: set[bytes] = set()
         self.asked: list[int] = []
 
-    def read(self, hashes: list[bytes]) -> Read:
+    def read(self, hashes: list[bytes]) -> ReadRecord:
         self.asked.append(hashes[0][0])
         offered = len(list(takewhile(self.has.__contains__, hashes)))
-        return Read(len(self.asked), offered, offered, 1.0)
+        return ReadRecord(t_ns=len(self.asked), offered=offered, valid=offered)
 
 
 def test_the_peer_reads_the_oldest_whole_prompt_since_the_last_reset():

@@ -26,7 +26,6 @@ from connectors.direct_read.reads import (
     Pull,
     Puller,
     contiguous_runs,
-    order_of,
     read_blocks,
 )
 from connectors.direct_read.tests.fakes import (
@@ -126,19 +125,6 @@ def test_runs_are_contiguous_on_both_sides_and_begin_with_the_earliest_block():
     assert all(run.missing == 2 for run in runs)
     (down,) = contiguous_runs([6, 5, 4], [9, 8, 7], 2)
     assert (down.block_id, down.peer_block_id, down.count, down.first) == (4, 7, 3, 0)
-
-
-@pytest.mark.parametrize(
-    ("block_ids", "order"),
-    [
-        ([5], "ascending"),
-        ([1, 2, 9], "ascending"),
-        ([9, 2, 1], "descending"),
-        ([1, 2, 1], "mixed"),
-    ],
-)
-def test_the_order_of_block_ids_has_a_name(block_ids, order):
-    assert order_of(block_ids) == order
 
 
 def test_what_has_been_stopped_begins_no_more_and_goes_quiet():
