@@ -10,8 +10,10 @@ import functools
 import math
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from mmap import mmap
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -26,6 +28,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from connectors.noop import NoopConnector
 from connectors.synthetic_process import BLOCKS, PAUSE_S, burn, start_process
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 SCHEDULER_METHODS = (
     "get_num_new_matched_tokens",
@@ -181,31 +190,39 @@ class ApiServerStats(KVConnectorStats):
 class ApiServerMetrics(KVConnectorPromMetrics):
     """Spends the time of ApiServerStats, in the API server."""
 
-    def observe(self, transfer_stats_data, engine_idx: int = 0) -> None:
+    def observe(
+        self, transfer_stats_data: dict[str, float], engine_idx: int = 0
+    ) -> None:
         burn(transfer_stats_data["us"])
 
 
 class Object:
     """Object that is called in the place of a method."""
 
-    def __init__(self, call) -> None:
+    def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
 
 
 class SyntheticCostConnector(NoopConnector):
-    def __init__(self, vllm_config, role, kv_cache_config) -> None:
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        role: KVConnectorRole,
+        kv_cache_config: "KVCacheConfig",
+    ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         options = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._costs = msgspec.convert(options["costs"], list[Cost])
         self._made_s = self._last_s = time.monotonic()
         self._step = Step()
         self._leaked: list[bytes] = []
-        self._block_pool = None
+        self._block_pool: BlockPool | None = None
         # vLLM makes another map at a reset of the prefix cache.
-        self._cached, self._reset_s = None, self._made_s
+        self._cached: object = None
+        self._reset_s = self._made_s
         self._shared: mmap | None = None
         for cost in self._costs:
             if cost.method not in NO_METHODS:
@@ -228,7 +245,7 @@ class SyntheticCostConnector(NoopConnector):
             # An attribute of an instance is timed, whatever it is.
             setattr(type(self), cost.method, Object(method))
 
-    def bind_gpu_block_pool(self, gpu_block_pool) -> None:
+    def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
         self._block_pool = gpu_block_pool
         costs = {cost.method: cost for cost in self._costs}
         if costs.keys() & {EVICTED, LEAK}:
@@ -244,7 +261,10 @@ class SyntheticCostConnector(NoopConnector):
             if cost.method == EVICTED:
                 self._spend(cost)
 
-    def build_connector_meta(self, scheduler_output):
+    def build_connector_meta(
+        self, scheduler_output: "SchedulerOutput"
+    ) -> KVConnectorMetadata:
+        assert self._block_pool is not None
         scheduled = scheduler_output.num_scheduled_tokens
         new = scheduler_output.scheduled_new_reqs
         running = scheduler_output.scheduled_cached_reqs
@@ -287,18 +307,20 @@ class SyntheticCostConnector(NoopConnector):
         return ApiServerStats(data={"us": us}) if us else None
 
     @classmethod
-    def build_kv_connector_stats(cls, data=None) -> ApiServerStats:
+    def build_kv_connector_stats(
+        cls, data: dict[str, float] | None = None
+    ) -> ApiServerStats:
         return ApiServerStats(data=data or {"us": 0.0})
 
     @classmethod
-    def build_prom_metrics(cls, *configs) -> ApiServerMetrics:
+    def build_prom_metrics(cls, *configs: Any) -> ApiServerMetrics:
         return ApiServerMetrics(*configs)
 
-    def _with_cost(self, free, cost: Cost):
+    def _with_cost(self, free: Callable[..., Any], cost: Cost) -> Callable[..., Any]:
         """Return a method that calls `free`, then spends the cost."""
 
         @functools.wraps(free)
-        def method(*args, **kwargs):
+        def method(*args: Any, **kwargs: Any) -> Any:
             result = free(*args, **kwargs)
             if cost.on_hit and not args[1]:
                 return result
@@ -323,15 +345,19 @@ class SyntheticCostConnector(NoopConnector):
                     self._spend(cost)
 
 
-def _listen(block_pool, on_cached, on_evicted) -> None:
+def _listen(
+    block_pool: "BlockPool",
+    on_cached: Callable[[], None],
+    on_evicted: Callable[[], None],
+) -> None:
     """Have the patched pool call back for each block that it caches or evicts."""
     from vllm.v1.core.block_pool_listener import BlockPoolListener
 
     class Listener(BlockPoolListener):
-        def on_block_cached(self, key, block_id) -> None:
+        def on_block_cached(self, key: "BlockHashWithGroupId", block_id: int) -> None:
             on_cached()
 
-        def on_block_evicted(self, key, block_id) -> None:
+        def on_block_evicted(self, key: "BlockHashWithGroupId", block_id: int) -> None:
             on_evicted()
 
         def on_cache_reset(self) -> None:

@@ -27,6 +27,10 @@ from connectors.direct_read.metrics import DirectReadPromMetrics, DirectReadStat
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        PromMetric,
+        PromMetricT,
+    )
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
@@ -65,7 +69,7 @@ class DirectReadConnector(KVConnectorBase_V1):
         assert self.connector_scheduler is not None
         self.connector_scheduler.bind_gpu_block_pool(gpu_block_pool)
 
-    def on_workers_called(self, method: str | Callable) -> None:
+    def on_workers_called(self, method: str | Callable[..., Any]) -> None:
         assert self.connector_scheduler is not None
         self.connector_scheduler.on_workers_called(method)
 
@@ -173,7 +177,11 @@ class DirectReadConnector(KVConnectorBase_V1):
 
     @classmethod
     def build_prom_metrics(
-        cls, vllm_config, metric_types, labelnames, per_engine_labelvalues
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: "dict[type[PromMetric], type[PromMetricT]]",
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics:
         return DirectReadPromMetrics(
             vllm_config, metric_types, labelnames, per_engine_labelvalues
@@ -183,7 +191,7 @@ class DirectReadConnector(KVConnectorBase_V1):
 # Each side imports only what it needs itself; a process that shows stats, neither.
 
 
-def _new_scheduler(*configs) -> "DirectReadScheduler":
+def _new_scheduler(*configs: Any) -> "DirectReadScheduler":
     try:
         from connectors.direct_read.scheduler import DirectReadScheduler
     except ModuleNotFoundError as error:
@@ -196,7 +204,7 @@ def _new_scheduler(*configs) -> "DirectReadScheduler":
     return DirectReadScheduler(*configs)
 
 
-def _new_worker(*configs) -> "DirectReadWorker":
+def _new_worker(*configs: Any) -> "DirectReadWorker":
     from connectors.direct_read.worker import DirectReadWorker
 
     return DirectReadWorker(*configs)
