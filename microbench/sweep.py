@@ -97,7 +97,7 @@ def _run_all(
         record = read_finished(folder, spec) if resume else None
         if record is None:
             record = run_trial(folder, spec)
-        print(f"    {_outcome(record)}", flush=True)
+        print(f"    {outcome_line(record)}", flush=True)
         records.append(record)
     return records
 
@@ -207,8 +207,8 @@ def _least_servers(profile: Profile, role: Role, verdict: str | None) -> int:
     return min(max(least, profile.repeats), profile.most_repeats)
 
 
-def _outcome(trial: TrialRecord) -> str:
-    """Say how a trial ended."""
+def outcome_line(trial: TrialRecord) -> str:
+    """Render how a trial ended."""
     if trial.error:
         return f"{trial.status}: {trial.error.splitlines()[0]}"
     if trial.wall_s and trial.ready_s:

@@ -265,6 +265,8 @@ class ServerConditions(msgspec.Struct, frozen=True):
     """That of trial.json."""
     others_cores: float | None = None
     """That of trial.json."""
+    cold_start: str | None = None
+    """That of trial.json."""
 
 
 class MachineRecord(msgspec.Struct, frozen=True):

@@ -51,6 +51,7 @@ def machine_record(trials: Sequence[LoadedTrial]) -> MachineRecord | None:
                 repeat=trial.repeat,
                 steal_share=load.steal_share if load else None,
                 others_cores=load.others_cores if load else None,
+                cold_start=trial.facts.cold_start if trial.facts else None,
             )
             for trial, load in loads
         ],
@@ -121,6 +122,7 @@ def _graded(server: ServerConditions, table: pl.DataFrame | None) -> GradedServe
         repeat=server.repeat,
         steal_share=server.steal_share,
         others_cores=server.others_cores,
+        cold_start=server.cold_start,
         own_us=round(float(np.median(own)), 3) if len(own) else None,
         own_spread=spread,
         waited_share=None if waited is None else round(waited, 4),

@@ -190,7 +190,9 @@ def machine(document: PerConfig) -> str:
     if more > 0:
         reasons += f"; and {more} more"
     grade = f"**{graded.grade}**" + (f": {reasons}" if reasons else "")
-    return f"{where}, {graded.cores} cores. Machine {grade}."
+    cold = [server.cold_start for server in graded.servers if server.cold_start]
+    starts = f" {len(cold)} servers started cold: {cold[0]}." if cold else ""
+    return f"{where}, {graded.cores} cores. Machine {grade}.{starts}"
 
 
 def unit(document: PerConfig) -> str:

@@ -42,7 +42,7 @@ from microbench.profile import (
     load_profile,
 )
 from microbench.specs import build_overlays, round_of
-from microbench.sweep import configs_of_next_round, wanting
+from microbench.sweep import configs_of_next_round, outcome_line, wanting
 from microbench.trial import TrialError, TrialSpec, _check_fresh, run_trial
 from tests.microbench.synthetic import Truth, write_run, write_trial
 
@@ -443,6 +443,14 @@ def test_what_needs_least_to_be_decided_comes_first(tmp_path):
         write_trial(folder, wide, repeat, seed=20 + repeat, steps=1_000, blocks=16_000)
     names = wanting(folder, profile(repeats=2))
     assert names.index("narrow") < names.index("wide")
+
+
+def test_a_server_that_started_cold_is_named_with_the_reason():
+    facts = {"status": "ok", "num_blocks": 1, "block_size": 16, "wall_s": WALL_S}
+    trial = TrialRecord(config="plain", repeat=0, ready_s=15.0, **facts)
+    assert "cold" not in outcome_line(trial)
+    cold = msgspec.structs.replace(trial, cold_start="vllm is imported")
+    assert outcome_line(cold).endswith("; started cold: vllm is imported")
 
 
 PROFILE = load_profile("cpu-smoke")
