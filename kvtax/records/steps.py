@@ -179,7 +179,9 @@ class EngineStep(msgspec.Struct, omit_defaults=True):
     update_cpu_us: Annotated[Us | None, Unit("us")] = None
     """CPU time of the engine's thread in `update_from_output()`, in drawn steps."""
     thread_cpu_us: Annotated[Us | None, Unit("us")] = None
-    """CPU time of the engine's thread since the previous step ended, in drawn steps."""
+    """CPU time of the engine's thread since the previous step ended, in drawn steps. In
+    any other step that took over 10 ms, since its clock was read last: after the last
+    step that has this field."""
     yardstick_us: Annotated[Us | None, Unit("us")] = None
     """CPU time of a fixed piece of work after the step; older recorders took it."""
     connector_calls: Annotated[dict[str, Natural], Unit("calls")] = {}

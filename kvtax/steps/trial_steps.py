@@ -64,7 +64,7 @@ def trial_steps(
         (pl.col("prefill_tokens") + pl.col("decode_tokens")).alias("tokens"),
         (~prefills & (pl.col("decode_tokens") > 0)).alias("decode_only"),
         prefills.alias("prefills"),
-        *(*STEP_TIMES, "thread_cpu_us", *methods, *calls),
+        *(*STEP_TIMES, "schedule_cpu_us", "thread_cpu_us", *methods, *calls),
         *(parts[name] for name in ("connector_us", "overhead_us", "worker_calls_us")),
     )
 

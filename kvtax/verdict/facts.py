@@ -151,13 +151,14 @@ def long_calls(steps: pl.DataFrame) -> LongCalls | None:
 
     None without a connector, and where no step has a CPU time.
     """
-    us, cpu_us = pl.col("connector_us"), pl.col("thread_cpu_us")
-    known = steps.filter(us.is_finite())
+    us = pl.col("connector_us")
+    known = _with_cpu(steps.filter(us.is_finite()))
     if not known.height or known["thread_cpu_us"].null_count() == known.height:
         return None
     over = known.with_columns((us - us.median().over("repeat")).alias("over_us"))
     long = over.filter(
-        pl.col("over_us") >= LONG_CALL_US, cpu_us >= CPU_SHARE * pl.col("over_us")
+        pl.col("over_us") >= LONG_CALL_US,
+        pl.col("cpu_us") >= CPU_SHARE * pl.col("over_us"),
     )["over_us"].to_numpy()
     return LongCalls(
         count=len(long),
@@ -165,6 +166,22 @@ def long_calls(steps: pl.DataFrame) -> LongCalls | None:
         us_per_step=round(float(long.sum()) / known.height, 3),
         steps=known.height,
     )
+
+
+def _with_cpu(steps: pl.DataFrame) -> pl.DataFrame:
+    """Add `cpu_us`, the CPU time of the engine's thread in a step, where it is known.
+
+    After a long step the clock may tell of all steps since it was read before: what
+    the others took is left out, their sleep aside.
+    """
+    host_us = pl.col("step_us").cast(pl.Float64) - pl.col("forward_us").fill_null(0)
+    until = host_us.fill_null(0).cum_sum().over("repeat")
+    read = pl.col("thread_cpu_us").is_not_null()
+    last_read = pl.when(read).then(until).forward_fill().shift(1).over("repeat")
+    others_us = until.shift(1).over("repeat") - last_read
+    is_drawn = pl.col("schedule_cpu_us").is_not_null()
+    cpu_us = pl.col("thread_cpu_us") - pl.when(is_drawn).then(0.0).otherwise(others_us)
+    return steps.sort("repeat", "t_ns").with_columns(cpu_us.alias("cpu_us"))
 
 
 def growth_curve(steps: pl.DataFrame) -> Curve | None:

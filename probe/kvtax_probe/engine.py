@@ -65,6 +65,8 @@ Scheduled = tuple[Any, ...]
 Updated = tuple[int, int, int, "int | None", int, Calls]
 # No step.
 NEVER = -2
+# The CPU clock is read after each step that took longer.
+LONG_NS = 10_000_000
 
 
 class EngineRecorder:
@@ -288,6 +290,9 @@ class EngineRecorder:
                 step_cpu_ns = self._read_thread_cpu(step_id)
                 if cpu_ns:
                     cpu_ns = self._thread_cpu_ns - cpu_ns
+            elif step is not None and ended_ns - step[1] > LONG_NS:
+                # Whether the thread worked, or the machine stood still.
+                step_cpu_ns = self._since_last_clock(step_id)
             requests.step_id = None
             if requests.without_token:
                 requests.note_first_tokens(step_id)
@@ -337,6 +342,13 @@ class EngineRecorder:
             put(self._scheduler, "schedule", self._schedule)
         if self._scheduler.update_from_output == self._timed_update:
             put(self._scheduler, "update_from_output", self._update)
+
+    def _since_last_clock(self, step_id: int) -> int | None:
+        """Return the thread's CPU time since its clock was read last, in ns."""
+        is_known = self._thread_cpu_step != NEVER
+        before_ns, self._thread_cpu_ns = self._thread_cpu_ns, thread_cpu_ns()
+        self._thread_cpu_step = step_id
+        return self._thread_cpu_ns - before_ns if is_known else None
 
     def _read_thread_cpu(self, step_id: int) -> int | None:
         """Read the thread's CPU clock after a step; return the step's CPU time in ns.

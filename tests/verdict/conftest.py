@@ -144,6 +144,7 @@ def hold(
         "step_id": range(steps),
         "step_us": 300.0,
         "forward_us": 100.0,
+        "schedule_cpu_us": None,
         "thread_cpu_us": None,
     }
     filled = {

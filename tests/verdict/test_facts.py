@@ -71,6 +71,7 @@ def test_a_long_call_takes_ten_milliseconds_and_cpu_time(call_us, cpu_us, count)
         steps=40,
         phase=int(Phase.FILL),
         connector_us=[100.0] * 39 + [call_us],
+        schedule_cpu_us=[None] * 38 + [80.0, 80.0],
         thread_cpu_us=[None] * 38 + [700.0, cpu_us],
     )
     found = long_calls(calls)
@@ -78,6 +79,18 @@ def test_a_long_call_takes_ten_milliseconds_and_cpu_time(call_us, cpu_us, count)
     if count:
         assert found.longest_ms == 12.0
         assert found.us_per_step == 300.0
+
+
+@pytest.mark.parametrize(("cpu_us", "count"), [(15_000.0, 1), (7_500.0, 0)])
+def test_cpu_time_of_a_long_step_is_without_that_of_the_steps_before(cpu_us, count):
+    """The clock was read after the first step; seven took 200 us beside their sleep."""
+    calls = hold(
+        steps=9,
+        connector_us=[100.0] * 8 + [13_100.0],
+        schedule_cpu_us=[80.0] + [None] * 8,
+        thread_cpu_us=[700.0] + [None] * 7 + [cpu_us],
+    )
+    assert long_calls(calls).count == count
 
 
 def test_long_calls_are_unknown_without_calls_or_without_cpu_times():

@@ -143,6 +143,7 @@ def server(
             "schedule_us": overhead - connector,
             "step_us": step_us,
             "forward_us": slept,
+            "schedule_cpu_us": SCHEDULER_US,
             "thread_cpu_us": overhead + own,
             **dict.fromkeys(OTHER_TIMES, 1.0),
         }
