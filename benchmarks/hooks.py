@@ -32,7 +32,7 @@ OFF = "off"
 # By setting of KVTAX_STEP_RECORDS_EVERY the most that a step should take longer, in us.
 GOALS_US = {"1": 12.0, "8": 4.0}
 # Rounds for which a batch of one engine lasts.
-ROUNDS_AT_ONCE = 100
+ROUNDS_AT_ONCE = 60
 REPLICATES = 2_000
 LOOPS = 50
 # The defaults of an operator, not the clocks of every step that a sweep takes.
@@ -128,7 +128,7 @@ def report(times_us: Times) -> list[str]:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `python -m benchmarks hooks`."""
-    configure_rounds(parser, "hooks", 1_000, 20)
+    configure_rounds(parser, "hooks", 420, 20)
     parser.add_argument("--batch", type=at_least(1), default=8, help="running requests")
 
 

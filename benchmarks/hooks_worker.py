@@ -20,9 +20,9 @@ from kvtax.engine.null_engine import NullEngine
 from kvtax.engine.null_model import NOOP
 
 OFF = "off"
-# Steps in a row with one setting: as many as have the CPU clocks once. The ones before
-# them are not measured: the code of another setting was in the caches.
-CHUNK_STEPS, WARM_UP_STEPS = 16, 2
+# Steps in a row with one setting, and those before them that are not measured: the code
+# of another setting was in the caches.
+CHUNK_STEPS, WARM_UP_STEPS = 32, 8
 CALLS = 1_000
 
 Times = dict[str, list[float]]
@@ -34,25 +34,20 @@ class Recorder:
     def __init__(self, engine: NullEngine) -> None:
         core = engine.core
         self._engine = core._kvtax_recorder
-        self._worker = core.model_executor.driver_worker._kvtax_recorder
+        self._wrapper = core.model_executor.driver_worker
+        self._worker = self._wrapper._kvtax_recorder
         # What vLLM would call without the recorder.
-        wrapped = [(core.model_executor.driver_worker, "execute_model")]
-        wrapped += [(core, "step"), (core, "add_request")]
-        self._methods = [
-            (owner, name, MethodType(getattr(type(owner), name).__wrapped__, owner))
-            for owner, name in wrapped
-        ]
+        method = type(self._wrapper).execute_model.__wrapped__
+        self._execute_model = MethodType(method, self._wrapper)
 
     def switch(self, setting: str) -> None:
         """Record one step in `setting`, or none."""
-        for owner, name, method in self._methods:
-            if setting == OFF:
-                setattr(owner, name, method)
-            else:
-                vars(owner).pop(name, None)
         self._engine.detach()
         self._worker.begin_step(None)
-        if setting != OFF:
+        if setting == OFF:
+            self._wrapper.execute_model = self._execute_model
+        else:
+            vars(self._wrapper).pop("execute_model", None)
             self._engine.draw_anew(int(setting))
             self._engine.attach()
 

@@ -18,7 +18,7 @@ import os
 import sys
 from collections.abc import Callable
 from time import perf_counter_ns
-from types import ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 __version__ = "0.1.0"
@@ -49,10 +49,14 @@ def install() -> None:
 _NOT_YET = object()
 
 
+# Methods of an engine whose first call attaches a recorder. Requests are added before
+# the first step.
+ATTACHING = ("add_request", "step", "step_with_batch_queue")
+
+
 def _wrap_engine_core(module: ModuleType) -> None:
     module.EngineCore._kvtax_recorder = _NOT_YET
-    # Requests are added before the first step.
-    for name in ("add_request", "step", "step_with_batch_queue"):
+    for name in ATTACHING:
         setattr(module.EngineCore, name, _attached(getattr(module.EngineCore, name)))
 
 
@@ -63,15 +67,32 @@ def _attached(method: Callable[..., Any]) -> Callable[..., Any]:
     def attached(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self._kvtax_recorder is _NOT_YET:
             record_engine(self)
-        return method(self, *args, **kwargs) if args or kwargs else method(self)
+        return method(self, *args, **kwargs)
 
     return attached
+
+
+# The code of all wrappers that attach.
+_ATTACHED = _attached(lambda self: None).__code__
 
 
 def record_engine(engine_core: Any) -> None:
     """Record the steps of an engine core from here on."""
     engine_core._kvtax_recorder = None
     engine_core._kvtax_recorder = _guarded(_engine_recorder, engine_core)
+    _guarded(_let_go, engine_core)
+
+
+def _let_go(engine_core: Any) -> None:
+    """Have an engine that has its recorder call its own methods from here on."""
+    for name in ATTACHING:
+        method = getattr(type(engine_core), name, None)
+        if isinstance(method, FunctionType) and method.__code__ is _ATTACHED:
+            own = MethodType(method.__wrapped__, engine_core)  # type: ignore[attr-defined]
+            object.__setattr__(engine_core, name, own)
+            # The engine has taken one of them for its loop.
+            if getattr(engine_core, "step_fn", None) == MethodType(method, engine_core):
+                engine_core.step_fn = own
 
 
 def _engine_recorder(engine_core: Any) -> Any:
@@ -102,8 +123,11 @@ def _recorded(method: Callable[..., Any]) -> Callable[..., Any]:
         recorder = self._kvtax_recorder
         if recorder is _NOT_YET:
             recorder = self._kvtax_recorder = _guarded(_worker_recorder, self)
-        if recorder is None:
-            return method(self, step, *args, **kwargs)
+        if recorder is None or (recorder.is_idle and not hasattr(step, "records_life")):
+            # A call without * takes half as long.
+            if args or kwargs:
+                return method(self, step, *args, **kwargs)
+            return method(self, step)
         try:
             recorder.begin_step(step[0] if isinstance(step, tuple) else step)
         except Exception:
@@ -113,7 +137,6 @@ def _recorded(method: Callable[..., Any]) -> Callable[..., Any]:
         try:
             if args or kwargs:
                 return method(self, step, *args, **kwargs)
-            # A call without * takes half as long.
             return method(self, step)
         finally:
             recorder.ended_ns = perf_counter_ns()

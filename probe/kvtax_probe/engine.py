@@ -171,7 +171,19 @@ class EngineRecorder:
     def _timed_schedule(self, *args: Any, **kwargs: Any) -> Any:
         step_id = self.next_step_id
         if step_id != self._next_recorded:
-            return self._unrecorded_schedule(step_id, args, kwargs)
+            more = args or kwargs
+            output = self._schedule(*args, **kwargs) if more else self._schedule()
+            try:
+                output.step_id = step_id
+                self.next_step_id = step_id + 1
+                if self._timer.on:
+                    # Of no step that is recorded.
+                    self._timer.take()
+                if self._requests.with_external_kv:
+                    self._requests.note_scheduled()
+            except Exception:
+                self._give_up()
+            return output
         timer = self._timer
         if not timer.on:
             timer.turn_on()
@@ -236,22 +248,6 @@ class EngineRecorder:
             if len(self._open) > MAX_OPEN_STEPS:
                 # Scheduled, but never updated.
                 self._append((self._open.pop(next(iter(self._open))), None))
-        except Exception:
-            self._give_up()
-        return output
-
-    def _unrecorded_schedule(
-        self, step_id: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        output = self._schedule(*args, **kwargs)
-        try:
-            output.step_id = step_id
-            self.next_step_id = step_id + 1
-            if self._timer.on:
-                # Of no step that is recorded.
-                self._timer.take()
-            if self._requests.with_external_kv:
-                self._requests.note_scheduled()
         except Exception:
             self._give_up()
         return output

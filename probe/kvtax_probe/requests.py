@@ -62,6 +62,19 @@ class RequestRecorder:
     start, stop or finish in the step, are looked at.
     """
 
+    __slots__ = (
+        "_file",
+        "_key",
+        "_life",
+        "_open",
+        "_plain_ids",
+        "_scheduler",
+        "detached",
+        "step_id",
+        "with_external_kv",
+        "without_token",
+    )
+
     def __init__(self, life: str, scheduler: Any):
         self._life = life
         self._plain_ids = has_plain_ids()
@@ -77,11 +90,8 @@ class RequestRecorder:
         # The step whose update runs.
         self.step_id: int | None = None
         if hasattr(scheduler, "add_request") and hasattr(scheduler, "_free_request"):
-            for name, first in (
-                ("add_request", self._add),
-                ("_free_request", self._finish),
-            ):
-                put(scheduler, name, self._preceded(getattr(scheduler, name), first))
+            self._watch("add_request", self._add)
+            self._watch("_free_request", self._finish)
         connector = getattr(scheduler, "connector", None)
         if hasattr(connector, "update_state_after_alloc"):
             self._watch_allocations(connector)
@@ -121,20 +131,21 @@ class RequestRecorder:
                 self._open[request_id].first_token_step = step_id
                 del self.without_token[request_id]
 
-    def _preceded(
-        self, call: Callable[..., Any], first: Callable[[Any], None]
-    ) -> Callable[..., Any]:
-        """Return `call`, which gives its first argument to `first` before it runs."""
+    def _watch(self, name: str, first: Callable[[Any], None]) -> None:
+        """Have a method of the scheduler give its request to `first` before it runs."""
+        call = getattr(self._scheduler, name)
 
         def preceded(request: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self.detached:
-                try:
+            try:
+                if not self.detached:
                     first(request)
-                except Exception:
-                    self._give_up()
-            return call(request, *args, **kwargs)
+            except Exception:
+                self._give_up()
+            if args or kwargs:
+                return call(request, *args, **kwargs)
+            return call(request)
 
-        return preceded
+        put(self._scheduler, name, preceded)
 
     def close(self) -> None:
         """Write what is left, and the requests that have not ended."""
@@ -155,9 +166,10 @@ class RequestRecorder:
         allocated = connector.update_state_after_alloc
 
         def update_state_after_alloc(
-            self_: Any, request: Any, *args: Any, **kwargs: Any
+            self_: Any, request: Any, /, *args: Any, **kwargs: Any
         ) -> Any:
-            if not self.detached:
+            # The blocks, and how many tokens' KV will come: mostly none.
+            if (len(args) != 2 or args[1]) and not self.detached:
                 self.with_external_kv.append((request, now_ns()))
             return allocated(request, *args, **kwargs)
 

@@ -61,6 +61,7 @@ class WorkerRecorder:
         "_steps",
         "_timer",
         "ended_ns",
+        "is_idle",
     )
 
     def __init__(self, worker: Any):
@@ -76,6 +77,8 @@ class WorkerRecorder:
         self._life = ""
         self._step_id: int | None = None
         self._began_ns = 0
+        # True while no step is recorded: then only outputs with a life begin one.
+        self.is_idle = False
         # The end of execute_model(), which its caller sets; 0 until then.
         self.ended_ns = 0
         at_exit(self.close)
@@ -94,7 +97,10 @@ class WorkerRecorder:
         if life is None:
             if timer.on:
                 timer.turn_off()
+            # Not one of Ray's tuples, which are looked into.
+            self.is_idle = scheduler_output is not None
             return
+        self.is_idle = False
         if life != self._life:
             self._begin_file(life)
         timer.work_in(get_ident())

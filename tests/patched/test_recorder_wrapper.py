@@ -446,7 +446,7 @@ def test_a_burst_of_arrivals_leaves_their_waits_recorded(calls):
     for drawn in (True, False, True):
         calls.draw(drawn)
         for number in range(2 * FREQUENT_CALLS):
-            connector.update_state_after_alloc(number, None, 0)
+            connector.update_state_after_alloc(number, None, 16)
         noted = [request for request, _ in requests.with_external_kv]
         assert noted == list(range(2 * FREQUENT_CALLS))
         requests.with_external_kv.clear()
