@@ -192,6 +192,8 @@ class Pair:
         # Blocks of each request of P that was ready, and those handed back.
         self.ready_blocks: dict[str, list[int]] = {}
         self.freed: set[int] = set()
+        # Times at which requests of P that were ready expire.
+        self.expiries_s: set[float] = set()
         # Per request of P: how often its end was reported.
         self.ended_sends: dict[str, int] = defaultdict(int)
         # Per request of D, received or not: how often its end was reported.
@@ -330,6 +332,7 @@ class Pair:
         metadata = self.p_types.MooncakeConnectorMetadata()
         metadata.reqs_to_send, metadata.reqs_not_processed = to_send, aborted
         self.ready_blocks |= {p: flat(blocks) for p, (_, blocks) in to_send.items()}
+        self.expiries_s.add(self.clock.now_s + TIMEOUT_S)
 
         async def record() -> None:
             # Upstream's errors are seen by nobody, either.
