@@ -84,7 +84,8 @@ class TraceOfRecords:
         requests = self._window.of(instance.requests, "arrival_ns", "end_ns", moved_ns)
         named = {*requests["first_step"].drop_nulls()}
         named |= {*requests["preempted_steps"].explode().drop_nulls()}
-        steps, begun_ns = [], {}
+        steps: list[pl.DataFrame] = []
+        begun_ns: dict[int, int] = {}
         for frame in Steps(instance.server):
             own = frame.filter(pl.col("step_id").is_in(sorted(named)))
             begun_ns |= dict(own.select("step_id", "t_ns").iter_rows())

@@ -66,8 +66,9 @@ class Collector:
         for metric, (help_text, field) in GAUGES.items():
             gauge = GaugeMetricFamily(f"kvtax:{metric}", help_text, labels=[NAME])
             for name, of in totals.items():
-                if (value := getattr(of.present, field, None)) is not None:
-                    gauge.add_metric([name], value)
+                number: float | None = getattr(of.present, field, None)
+                if number is not None:
+                    gauge.add_metric([name], number)
             yield gauge
 
 

@@ -129,7 +129,7 @@ class Servers:
             sections.append(
                 Group(title="All servers, a row each", sections=[self.table])
             )
-        inside = [
+        inside: list[Section] = [
             Group(
                 title=f"All tables and moments of {card.name}", sections=card.sections
             )

@@ -154,7 +154,7 @@ class Group(msgspec.Struct, tag_field="kind", tag="group", kw_only=True):
     """Sections behind one title, which is opened by a click."""
 
     title: str
-    sections: list[Words | Picture | Table | Figure | Verdicts | TimeLine | Bars]
+    sections: list[Section]
 
 
 Section = Words | Picture | Table | Figure | Verdicts | TimeLine | Bars | Group

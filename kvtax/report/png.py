@@ -9,6 +9,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
 
 from kvtax.report import PALETTE
 from kvtax.report.document import Figure, Line
@@ -30,7 +31,7 @@ def draw(path: Path, *figures: Figure) -> None:
     plt.close(picture)
 
 
-def _draw_panel(axes: plt.Axes, figure: Figure) -> None:
+def _draw_panel(axes: Axes, figure: Figure) -> None:
     # Coloured lines lie over grey ones.
     lines = sorted(figure.lines, key=lambda line: not line.muted)
     ends = [_draw_line(axes, figure.x, line) for line in lines]
@@ -44,7 +45,7 @@ def _draw_panel(axes: plt.Axes, figure: Figure) -> None:
     _label_ends(axes, ends)
 
 
-def _draw_line(axes: plt.Axes, x: list[float], line: Line) -> tuple[float, float, Line]:
+def _draw_line(axes: Axes, x: list[float], line: Line) -> tuple[float, float, Line]:
     """Draw a line and its band; return y and x of its right end, and the line."""
     place = line.place or 0
     colour, dash = _colour(line), PALETTE.dash(place)
@@ -91,7 +92,7 @@ def _labels(ends: list[tuple[float, float, Line]], gap: float) -> list[_Label]:
     return labels
 
 
-def _label_ends(axes: plt.Axes, ends: list[tuple[float, float, Line]]) -> None:
+def _label_ends(axes: Axes, ends: list[tuple[float, float, Line]]) -> None:
     """Name the lines beside their right ends, pushed apart where names collide."""
     bottom, top = axes.get_ylim()
     gap = (top - bottom) * LABEL_GAP

@@ -186,7 +186,7 @@ class _Order:
     def _passed(self, frame: pl.DataFrame) -> pl.DataFrame:
         if frame.height:
             self._last_id = frame["step_id"][-1]
-            self._last_ns = max(self._last_ns, frame["t_ns"].max())  # type: ignore[type-var]
+            self._last_ns = max(self._last_ns, int(frame["t_ns"].to_numpy().max()))
         return frame.with_columns(pl.col("step_id").set_sorted())
 
     def _each_once(self, frame: pl.DataFrame) -> pl.DataFrame:
