@@ -88,12 +88,12 @@ def _address(text: str) -> Address:
     """Read an address, before records are read."""
     host, _, port = text.rpartition(":")
     if host and port.isdecimal() and int(port) <= 65_535:
-        is_bare = not host.startswith("[")
-        bare = host if is_bare else host[1:-1]
+        is_bracketed = host.startswith("[") and host.endswith("]")
+        bare = host[1:-1] if is_bracketed else host
         try:
             ipaddress.ip_address(bare)
         except ValueError:
-            if is_bare and ":" not in host:
+            if not set(host) & set("[]:"):
                 return Address(host, int(port))
         else:
             return Address(bare, int(port))

@@ -221,6 +221,6 @@ def test_a_click_opens_all_tables_and_ten_requests(open_page, server):
     page = open_page(server, viewport={"width": 1_366, "height": 768})
     assert page.locator("canvas").count() == 0
     opened(page)
-    assert page.locator("canvas").count() > 0
+    page.wait_for_selector("canvas")
     rows = page.get_by_role("region", name="Requests from").first.locator("tbody tr")
     assert rows.count() == 10
