@@ -67,6 +67,8 @@ def discover(folder: Path) -> tuple[list[ServerFiles], list[RunWarning]]:
 
     Raises RecordsError if there are no step records at all.
     """
+    if folder.is_file():
+        raise RecordsError(f"{folder}: is a file; of records, name their folder")
     if not folder.is_dir():
         raise RecordsError(f"{folder}: no such directory")
     errors: list[OSError] = []

@@ -393,7 +393,7 @@ def _completed(
         timed = us.is_not_null()
         calls = calls.fill_null(pl.when(timed).then(pl.lit(1, pl.Float32)))
         if counted:
-            mean_us = us.sum() / calls.filter(timed).sum()
+            mean_us = (us.sum() / calls.filter(timed).sum()).fill_nan(None)
             us = us.fill_null(calls * mean_us).cast(pl.Float32)
         return us, calls
 

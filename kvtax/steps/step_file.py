@@ -38,7 +38,7 @@ PEEK_BYTES = 64 << 10
 # Fields by method, and how their columns end.
 BY_METHOD = {"connector_self_us": "_us", "connector_calls": "_calls"}
 # The calls of a line, and their names.
-CALLS_OF = re.compile(rb'"connector_(?:self_us|us|calls)"\s*:\s*\{([^{}]*)\}')
+CALLS_OF = re.compile(rb'"connector_(?:self_us|us)"\s*:\s*\{([^{}]*)\}')
 METHOD = re.compile(rb'"((?:[^"\\]|\\.)*)"\s*:')
 Schema = dict[str, pl.DataType]
 
@@ -155,6 +155,7 @@ class _Order:
         self._held: pl.DataFrame | None = None
         self._last_id = self._last_ns = -1
         self._steps = self._twice = self._copies = 0
+        self._again: int | None = None
 
     def ready(self, frame: pl.DataFrame) -> Iterator[pl.DataFrame]:
         """Yield the steps that no later chunk can precede."""
@@ -177,8 +178,8 @@ class _Order:
         if again := self._twice + self._copies:
             self._reader.leave_out(
                 RecordsError(
-                    f"{self._path}: {again:,} steps are in the file twice, the first "
-                    "one counts"
+                    f"{self._path}: {again:,} steps are in the file twice, as step_id "
+                    f"{self._again}; the first one counts"
                 )
             )
         return self._passed(self._held)
@@ -189,10 +190,16 @@ class _Order:
             self._last_ns = max(self._last_ns, int(frame["t_ns"].to_numpy().max()))
         return frame.with_columns(pl.col("step_id").set_sorted())
 
+    def _note(self, again: pl.DataFrame) -> None:
+        if again.height and self._again is None:
+            self._again = int(again["step_id"][0])
+
     def _each_once(self, frame: pl.DataFrame) -> pl.DataFrame:
         self._steps += frame.height
         if (np.diff(frame["step_id"].to_numpy()) <= 0).any():
             frame = frame.sort("step_id", maintain_order=True)
+            same = frame.filter(pl.col("step_id") == pl.col("step_id").shift(1))
+            self._note(same)
             alone = frame.unique("step_id", keep="first", maintain_order=True)
             of_one = frame.unique(["step_id", "t_ns"]).height
             self._twice += of_one - alone.height
@@ -201,6 +208,7 @@ class _Order:
         if frame.height and frame["step_id"][0] <= self._last_id:
             again = pl.col("step_id") <= self._last_id
             past = frame.filter(again)
+            self._note(past)
             later = past.filter(pl.col("t_ns") > self._last_ns).height
             self._twice += later
             self._copies += past.height - later

@@ -231,7 +231,7 @@ def test_no_part_of_a_step_that_is_shorter_than_its_worker_s_record_is_negative(
     (other,) = (line for line in shown.splitlines() if line.startswith("  other "))
     assert "-" not in other
     clock = common_clock(discover(server.folder)[0])
-    line = time_line("a", only(server.folder), clock, 50, 50)
+    line = time_line(only(server.folder), clock, 50, 50)
     for parts in (line.parts, line.slowest_parts):
         known_us = [us for of in parts.values() for us in of if us is not None]
         assert len(known_us) > 100
@@ -253,7 +253,7 @@ def test_a_colliding_line_hides_nothing_else(records, tmp_path, capsys):
     assert main([str(records), "--out", str(tmp_path / "page.html")]) == 2
     shown = capsys.readouterr().out
     assert "400 steps" in shown
-    assert "step_id 48 twice" in shown
+    assert "1 steps are in the file twice, as step_id 48" in shown
 
 
 @pytest.mark.slow
