@@ -15,13 +15,13 @@ import math
 import tempfile
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kvtax.engine.connector import RECORDING, Connector, load_connector
 from kvtax.engine.engine_process import EngineProcess
 from kvtax.records.estimate import Estimate
+from kvtax.records.run import PairedCost, Pairs
 
 # As in the default sweep.
 FORWARD_US = 2_000
@@ -29,29 +29,6 @@ PROCESSES, QUARTETS = 3, 24
 DRAWS = 4_000
 
 Floats = npt.NDArray[np.float64]
-
-
-class PairedCost(msgspec.Struct, frozen=True):
-    """One part of a step: CPU of the engine's thread with a config and a baseline.
-
-    `ratio` is of medians over the steps of a chunk; its interval comes from resampling
-    processes, and quartets of chunks within them.
-    """
-
-    part: str
-    baseline_us: float
-    more_us: Estimate
-    ratio: Estimate
-
-
-class Pairs(msgspec.Struct, frozen=True):
-    """Paired costs of a config, and the number of quartets they come from."""
-
-    config: str
-    baseline: str
-    processes: int
-    quartets: int
-    costs: list[PairedCost]
 
 
 def measure_pairs(

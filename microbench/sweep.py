@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from kvtax import run_folder
-from kvtax.engine import provenance
+from kvtax.engine import ServerError, provenance
 from kvtax.engine.installation import Installation
 from kvtax.engine.preflight import check_machine
 from kvtax.engine.published import published
@@ -30,6 +30,7 @@ from kvtax.records.profile import ProfileRecord
 from kvtax.records.run import (
     PLAN_FILE,
     HostRecord,
+    Pairs,
     PlanEntry,
     Role,
     RunRecord,
@@ -40,11 +41,14 @@ from kvtax.verdict.analysis import analyse
 from kvtax.verdict.trials import load_run
 from kvtax.verdict.warnings import largest_relative_bound
 from microbench import cpu_profile
+from microbench.pairs import measure_pairs
 from microbench.profile import Profile
 from microbench.specs import first_trials, round_of
 from microbench.trial import TrialSpec, read_finished, run_trial
 
 GROWING_SERVERS, COMPARED_SERVERS = 3, 2
+# Of 20 s each.
+PAIRED_PROCESSES = 2
 # Of a config: the records of the server that was sampled.
 SAMPLED = "sampled"
 # Measures the trials of a plan: run_dir, run, plan, resume.
@@ -80,6 +84,9 @@ def sweep(
             run.plan += [PlanEntry(trial.config, trial.repeat) for trial in more]
             write_document(run_dir / PLAN_FILE, run)
             records += run_all(run_dir, run, more, resume)
+        if on_hosts is None and installed.is_ours and not run.pairs:
+            run.pairs = _measure_pairs(profile)
+            write_document(run_dir / PLAN_FILE, run)
         if profile_cpu:
             _sample(run_dir, first)
         return records
@@ -100,6 +107,19 @@ def _run_all(
         print(f"    {outcome_line(record)}", flush=True)
         records.append(record)
     return records
+
+
+def _measure_pairs(profile: Profile) -> list[Pairs]:
+    """Measure the profile's pairs of configs, as far as both are measured."""
+    pairs = []
+    for config, baseline in profile.pairs.items():
+        if {config, baseline} <= set(profile.configs):
+            print(f"sweep: {config} and {baseline} in turns in one process", flush=True)
+            try:
+                pairs.append(measure_pairs(config, baseline, PAIRED_PROCESSES))
+            except ServerError as error:
+                print(f"sweep: {error}")
+    return pairs
 
 
 def _sample(run_dir: Path, first: Mapping[str, TrialSpec]) -> None:

@@ -128,6 +128,9 @@ class ProfileRecord(
     """Replaces what the configs say; `auto` is rdma where an RDMA port is up."""
     patches: list[str] = []
     """Added to those of each config."""
+    pairs: dict[str, str] = {}
+    """Configs whose cost over that of another one is measured by pairs inside one
+    process, after the servers."""
     own: dict[str, Any] = {}
     """Connectors without a file in `configs/connectors/`, by name."""
 

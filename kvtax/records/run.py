@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from kvtax.records.estimate import Estimate
 from kvtax.records.profile import ProfileRecord
 
 
@@ -124,6 +125,35 @@ class PlanEntry(msgspec.Struct):
     """Counts from 0."""
 
 
+class PairedCost(msgspec.Struct, frozen=True):
+    """One part of a step: CPU of the engine's thread with a config and a baseline."""
+
+    part: str
+    """The part."""
+    baseline_us: float
+    """Median with the baseline."""
+    more_us: Estimate
+    """Mean of what it takes more with the config."""
+    ratio: Estimate
+    """Time with the config over that with the baseline, medians of chunks of steps. The
+    interval comes from resampling processes, and quartets of chunks within them."""
+
+
+class Pairs(msgspec.Struct, frozen=True):
+    """Cost of a config over a baseline, by pairs inside one process."""
+
+    config: str
+    """The config."""
+    baseline: str
+    """The config that it is compared with."""
+    processes: int
+    """How many processes were measured."""
+    quartets: int
+    """Chunks of steps in the order A B B A, over all processes."""
+    costs: list[PairedCost]
+    """Costs by part of a step."""
+
+
 class HostRecord(msgspec.Struct):
     """Share of one host of several."""
 
@@ -150,6 +180,8 @@ class RunRecord(msgspec.Struct, kw_only=True, tag_field="schema", tag="kvtax.run
     hosts: list[HostRecord] | None = None
     """Which host measured what; null if all was measured on the machine of
     `provenance`."""
+    pairs: list[Pairs] = []
+    """Costs of the profile's `pairs`; empty until the trials have ended."""
 
 
 class ReadCounts(msgspec.Struct):

@@ -23,6 +23,7 @@ from microbench.summary.words import (
     machine,
     model_note,
     not_measured,
+    paired,
     remarks,
     unit,
 )
@@ -46,6 +47,7 @@ def write_summary(analysis: Analysis, figures: Collection[str]) -> str:
         "\n".join(f"- {remark}." for remark in remarks(document)),
         f"{unit(document)} {not_measured(document)}",
         f"{machine(document)} {model_note(document)}",
+        paired(analysis.evidence.run),
         f"## {reference.title}\n\n{_shown(reference)}" if reference else "",
         f"## {hosts.title}\n\n{_shown(hosts)}" if hosts else "",
         "\n".join(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from kvtax.records.estimate import Estimate
 from kvtax.records.per_config import Judged, PerConfig
+from kvtax.records.run import RunRecord
 from kvtax.report.markdown import DASH, number
 from kvtax.verdict.metrics import (
     AFTER_IDLE,
@@ -193,6 +194,17 @@ def machine(document: PerConfig) -> str:
     cold = [server.cold_start for server in graded.servers if server.cold_start]
     starts = f" {len(cold)} servers started cold: {cold[0]}." if cold else ""
     return f"{where}, {graded.cores} cores. Machine {grade}.{starts}"
+
+
+def paired(run: RunRecord) -> str:
+    """Render the costs that were measured by pairs inside one process."""
+    return "\n".join(
+        f"In turns in one process ({pairs.quartets} quartets, {pairs.processes} "
+        f"processes), `{pairs.config}` takes "
+        + " and ".join(f"{cost.ratio:.3f} times ({cost.part})" for cost in pairs.costs)
+        + f" the CPU time of `{pairs.baseline}`."
+        for pairs in run.pairs
+    )
 
 
 def unit(document: PerConfig) -> str:
