@@ -45,9 +45,7 @@ from kvtax.records.run import (
 )
 
 HEADER = ReadsHeader(reads_per_s=2.0)
-READS = [
-    ReadRecord(t_ns=10**14 + n, offered=n, valid=0, lookup_us=n / 3) for n in range(5)
-]
+READS = [ReadRecord(t_ns=10**14 + n, offered=n, valid=0) for n in range(5)]
 
 
 @pytest.fixture
