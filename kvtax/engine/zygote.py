@@ -181,11 +181,15 @@ def _run_sitecustomize() -> None:
     if before is None:
         site.execsitecustomize()
         return
-    overlays = [place for place in sys.path if Path(place, MODULES).exists()]
-    behind = [place for place in sys.path if place not in overlays]
-    sys.path[:] = overlays
-    site.execsitecustomize()
-    sys.path += behind
+    path = list(sys.path)
+    overlays = [place for place in path if Path(place, MODULES).exists()]
+    if overlays:
+        first = path.index(overlays[0])
+        # With nothing behind it, it hides none.
+        sys.path[:] = overlays
+        site.execsitecustomize()
+        behind = [place for place in path[first:] if place not in overlays]
+        sys.path[:] = [*path[:first], *sys.path, *behind]
     sys.modules["sitecustomize"] = before
 
 
