@@ -163,7 +163,7 @@ def _mooncake_worker(versions: BothVersions) -> Any:
 def time_get_finished(
     versions: BothVersions, _round: int, busy_threads: int, quantile: float
 ) -> Floats:
-    """Time `get_finished` of an idle worker: (2, 1) us, a quantile of 400 calls."""
+    """Time `get_finished` of an idle worker: (2, 1) us, a quantile of its calls."""
     worker = _mooncake_worker(versions)
     calls = [module.MooncakeConnectorWorker.get_finished for module in versions.modules]
     stop = threading.Event()
@@ -175,7 +175,8 @@ def time_get_finished(
         thread.start()
     times_us: list[list[float]] = [[], []]
     try:
-        for _ in range(400):
+        # Beside a busy thread each wait takes milliseconds.
+        for _ in range(40 if busy_threads else 400):
             for version in versions.order.sample((0, 1), 2):
                 began_ns = time.perf_counter_ns()
                 calls[version](worker)
@@ -225,7 +226,7 @@ def count_groups(
     """Count the groups of transfers between two pools: (2, 2) per 100 blocks.
 
     A request is held by P while it is prefilled and sent, by D for a random decode.
-    The first third of 1,500 transfers ages the pools. Two seeds a round.
+    The first third of 600 transfers ages the pools. Two seeds a round.
     """
     group = [module.group_concurrent_contiguous for module in versions.modules]
     return np.array(
@@ -245,7 +246,7 @@ def _groups(
     held: list[list[Any]] = []
     decoding: list[list[Any]] = []
     counts, sent_blocks = [0, 0], 0
-    for transfer in range(1_500):
+    for transfer in range(600):
         while len(held) < prefills:
             size = int(min(2_000, max(8, chance.lognormvariate(5, 1)))) if vary else 250
             if (blocks := sender.take(size)) is None:
@@ -258,7 +259,7 @@ def _groups(
                 target = receiver.take(len(source))
             if target is None:
                 receiver.give(decoding.pop(chance.randrange(len(decoding))))
-        if transfer >= 500:
+        if transfer >= 200:
             ids = [[block.block_id for block in side] for side in (source, target)]
             sent_blocks += len(source)
             for version in (0, 1):
