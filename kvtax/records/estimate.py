@@ -32,14 +32,14 @@ class Estimate(msgspec.Struct, frozen=True):
     """Low and high end; null where nothing shows how well the value is known."""
 
     @classmethod
-    def of(cls, found: HasInterval, digits: int | None = None) -> Estimate:
+    def of(cls, measured: HasInterval, digits: int | None = None) -> Estimate:
         """Copy value and interval; round them, and drop an interval without ends."""
-        ends = found.ci95
+        ends = measured.ci95
         if ends is None or digits is None:
-            return cls(found.value, ends)
+            return cls(measured.value, ends)
         low, high = (round(end, digits) for end in ends)
         known = math.isfinite(low) and math.isfinite(high)
-        return cls(round(found.value, digits), (low, high) if known else None)
+        return cls(round(measured.value, digits), (low, high) if known else None)
 
     @property
     def low(self) -> float:

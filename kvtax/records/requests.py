@@ -277,9 +277,9 @@ def read_engine_requests(
         raise bad[0]
     return Lines(
         read[0].header,
-        [record for one in reversed(read) for record in one.records],
-        sum(one.torn_lines for one in read),
-        [*map(str, bad), *(line for one in reversed(read) for line in one.bad)],
+        [record for part in reversed(read) for record in part.records],
+        sum(part.torn_lines for part in read),
+        [*map(str, bad), *(line for part in reversed(read) for line in part.bad)],
     )
 
 

@@ -358,8 +358,8 @@ def lives(folder: Path) -> list[Path]:
 
     A life whose writer was killed while it began a new file has the older part alone.
     """
-    found = {path.parent for path in folder.rglob(f"{STEPS}*") if _is_records(path)}
-    return sorted(found)
+    folders = {path.parent for path in folder.rglob(f"{STEPS}*") if _is_records(path)}
+    return sorted(folders)
 
 
 def only_life(folder: Path) -> Path:
@@ -368,14 +368,14 @@ def only_life(folder: Path) -> Path:
     Returns `folder` itself where there are none, so that a missing file has a name.
     Raises RecordsError if there are several.
     """
-    found = list(_here(folder))
-    if len(found) > 1:
-        names = ", ".join(life.name for life in found)
+    folders = list(_here(folder))
+    if len(folders) > 1:
+        names = ", ".join(life.name for life in folders)
         raise RecordsError(
-            f"{folder}: records of {len(found)} engine lives ({names}), of which only "
-            "one was expected: a server of one engine that starts once"
+            f"{folder}: records of {len(folders)} engine lives ({names}), of which "
+            "only one was expected: a server of one engine that starts once"
         )
-    return found[0] if found else folder
+    return folders[0] if folders else folder
 
 
 def _here(folder: Path) -> Iterator[Path]:

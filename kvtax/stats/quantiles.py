@@ -137,17 +137,17 @@ class SessionDraws:
         numbers = values.filter(known).to_numpy().astype(float)
         owners = self.index_of(sessions.filter(known))
         wanted = {k: q for k, q in QUANTILES.items() if len(numbers) >= MIN_REQUESTS[k]}
-        found: dict[str, Distribution | None] = dict.fromkeys(QUANTILES)
+        by_quantile: dict[str, Distribution | None] = dict.fromkeys(QUANTILES)
         if not wanted:
-            return found
+            return by_quantile
         points = tuple(wanted.values())
         levels = weighted_quantiles(numbers, np.ones(len(numbers)), points)
         draws: Floats = np.full((REPLICATES, len(points)), np.nan)
         if len(np.unique(owners)) >= MIN_SESSIONS:
             draws = self._draws(numbers, owners, points, levels)
         for column, (name, level) in enumerate(zip(wanted, levels, strict=True)):
-            found[name] = Distribution(level, draws[:, column])
-        return found
+            by_quantile[name] = Distribution(level, draws[:, column])
+        return by_quantile
 
     def _draws(
         self,

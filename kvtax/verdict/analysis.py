@@ -245,9 +245,9 @@ def _schedule_slope(
     statements: Statements, name: str, held: Mapping[str, HeldLevels]
 ) -> dict[str, Estimate]:
     """Return the slope of schedule() in us per 1,000 blocks; without an interval."""
-    if (found := statements.fits[name].get(SCHEDULE)) is None:
+    if (fitted := statements.fits[name].get(SCHEDULE)) is None:
         return {}
-    slope, _ = found.slope()
+    slope, _ = fitted.slope()
     return {SCHEDULE: Estimate(round(slope * 100 * (held[SCHEDULE].unit or 0.0), 3))}
 
 

@@ -94,8 +94,8 @@ class Statements:
         """Judge every metric of a config."""
         table = self.holds[name]
         judged = {
-            metric: judge_metric(found, self.level, METRICS[metric].margin)
-            for metric, found in self.fits[name].items()
+            metric: judge_metric(fitted, self.level, METRICS[metric].margin)
+            for metric, fitted in self.fits[name].items()
             if metric in METRICS
         }
         for event in EVENTS:
@@ -110,12 +110,12 @@ class Statements:
         one_percent_us = (own_us(self.holds[name]) or 0.0) / 100
         return {
             column: _held(
-                found,
+                fitted,
                 self.level,
                 judged[column].shape if column in judged else None,
                 None if column == MEMORY else one_percent_us,
             )
-            for column, found in self.fits[name].items()
+            for column, fitted in self.fits[name].items()
         } | {
             event: _held_events(*ends, one_percent_us, self.holds[name])
             for event in EVENTS
@@ -169,10 +169,10 @@ class Statements:
         return self._adds(name, TPOT)
 
     def _adds(self, name: str, column: str) -> Share | None:
-        if (found := self.fits[name].get(column)) is None:
+        if (fitted := self.fits[name].get(column)) is None:
             return None
-        rise, error = found.rise(0, found.last)
-        return _share(rise, found.reach(error, self.level), own_us(self.holds[name]))
+        rise, error = fitted.rise(0, fitted.last)
+        return _share(rise, fitted.reach(error, self.level), own_us(self.holds[name]))
 
 
 def fits_of(holds: Mapping[str, pl.DataFrame]) -> dict[str, dict[str, Fit]]:
@@ -186,12 +186,13 @@ def fits_of(holds: Mapping[str, pl.DataFrame]) -> dict[str, dict[str, Fit]]:
             continue
         if column in EVENTS:
             continue
-        of = {name: metric_holds(table, column) for name, table in holds.items()}
-        known = {name: one for name, one in of.items() if one is not None}
+        shares = {name: metric_holds(table, column) for name, table in holds.items()}
+        known = {name: of for name, of in shares.items() if of is not None}
         between = share_between_servers(known.values())
-        for name, one in known.items():
-            if (found := fit(one, float(np.hypot(between, BETWEEN_DAYS)))) is not None:
-                fits[name][column] = found
+        together = float(np.hypot(between, BETWEEN_DAYS))
+        for name, of in known.items():
+            if (fitted := fit(of, together)) is not None:
+                fits[name][column] = fitted
     return fits
 
 
@@ -278,28 +279,28 @@ def _share(value: float, reach: float | None, us: float | None) -> Share:
 
 
 def _held(
-    found: Fit, level: float, shape: str | None, one_percent_us: float | None
+    fitted: Fit, level: float, shape: str | None, one_percent_us: float | None
 ) -> HeldLevels:
     """Tabulate the levels of a fit, and what a full cache adds."""
     scale = 100 if one_percent_us is not None else 1
-    rise, error = found.rise(0, found.last)
-    reach = found.reach(error, level)
+    rise, error = fitted.rise(0, fitted.last)
+    reach = fitted.reach(error, level)
     errors = [
-        found.reach(found.contrast(row)[1], level) for row in np.eye(len(found.x))
+        fitted.reach(fitted.contrast(row)[1], level) for row in np.eye(len(fitted.x))
     ]
 
     def scaled(value: float) -> float:
         return round(scale * value, DIGITS)
 
     return HeldLevels(
-        cache_blocks=[round(1_000 * x) for x in found.x],
-        levels=[scaled(float(value)) for value in found.levels],
+        cache_blocks=[round(1_000 * x) for x in fitted.x],
+        levels=[scaled(float(value)) for value in fitted.levels],
         errors=[scaled(error) for error in errors],
         full_adds=Estimate(scaled(rise), (scaled(rise - reach), scaled(rise + reach))),
-        most=scaled(most_rise(found, level)),
+        most=scaled(most_rise(fitted, level)),
         unit=None if one_percent_us is None else round(one_percent_us, DIGITS),
-        drift_per_pass=scaled(found.drift),
-        age=None if found.age is None else scaled(found.age),
+        drift_per_pass=scaled(fitted.drift),
+        age=None if fitted.age is None else scaled(fitted.age),
         shape=shape,
     )
 

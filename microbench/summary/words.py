@@ -130,9 +130,9 @@ def _growth(document: PerConfig) -> str:
 def remarks(document: PerConfig) -> Iterator[str]:
     """Yield what stands out beside the table, config by config."""
     for name, entry in document.configs.items():
-        told = list(_remarks(entry))
-        if told:
-            yield f"`{name}`: {'; '.join(told)}"
+        lines = list(_remarks(entry))
+        if lines:
+            yield f"`{name}`: {'; '.join(lines)}"
 
 
 def _remarks(entry: Judged) -> Iterator[str]:

@@ -58,7 +58,9 @@ def page_of(folder: Path) -> dict[str, Any]:
     text = (folder / "report.html").read_text()
     data = text.partition('id="data">')[2].partition("</script>")[0]
     page = json.loads(data)
-    return page | {"by_title": {one["title"]: one for one in page["sections"]}}
+    return page | {
+        "by_title": {section["title"]: section for section in page["sections"]}
+    }
 
 
 @dataclass
@@ -285,7 +287,7 @@ def write_run(
 ) -> Path:
     """A whole run directory; `changes` go into run.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    told = {
+    settings = {
         "profile": PROFILE,
         "provenance": {
             "vllm_version": "0.18.1",
@@ -295,7 +297,7 @@ def write_run(
         "plan": [PlanEntry(t.name, r) for r in range(repeats) for t in truths],
         "configs": configured_roles(truth.name for truth in truths),
     }
-    write_document(folder / "run.json", RunRecord(**told | changes))
+    write_document(folder / "run.json", RunRecord(**settings | changes))
     for number, truth in enumerate(truths):
         for repeat in range(repeats):
             seed = 1_000 * number + repeat

@@ -51,8 +51,8 @@ def machine(tmp_path, monkeypatch):
 
 
 def protocols(profile) -> set[str]:
-    told = (each.kv_transfer_config or {} for each in profile.connectors().values())
-    extra = (transfer.get("kv_connector_extra_config", {}) for transfer in told)
+    given = (each.kv_transfer_config or {} for each in profile.connectors().values())
+    extra = (transfer.get("kv_connector_extra_config", {}) for transfer in given)
     return {each["mooncake_protocol"] for each in extra if each}
 
 
@@ -184,9 +184,9 @@ def test_all_that_gpus_lack_is_said_at_once(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     lines, script = ([], smi) if isinstance(smi, str) else (smi, "")
     monkeypatch.setenv("PATH", path_with_gpus(tmp_path, *lines, script=script))
-    found = "\n".join(gpu_problems(**{"servers": 1, "workers": 1} | needs))
-    assert all(problem in found for problem in problems)
-    assert bool(found) == bool(problems)
+    shown = "\n".join(gpu_problems(**{"servers": 1, "workers": 1} | needs))
+    assert all(problem in shown for problem in problems)
+    assert bool(shown) == bool(problems)
 
 
 def test_without_nvidia_smi_there_is_no_gpu(monkeypatch):

@@ -358,8 +358,8 @@ def test_the_committed_sweep_is_made_again_from_its_evidence(tmp_path):
 @pytest.mark.parametrize(("value", "agrees"), [(5.0, True), (6.4, True), (6.5, False)])
 def test_figures_of_two_days_agree_within_both_intervals(value, agrees):
     """Two intervals of 1 to both sides reach 1.41 together."""
-    one, other = (Estimate(of, (of - 1, of + 1)) for of in (5.0, value))
-    assert occasions.near(one, other) is agrees
+    estimate, other_estimate = (Estimate(of, (of - 1, of + 1)) for of in (5.0, value))
+    assert occasions.near(estimate, other_estimate) is agrees
 
 
 @pytest.mark.slow

@@ -124,8 +124,8 @@ def test_a_sweep_that_finds_what_it_must_ends_well(tmp_path, monkeypatch):
 def test_a_sweep_that_misses_names_the_config_and_both_verdicts(
     tmp_path, monkeypatch, capsys
 ):
-    told = {"walk": "flat", "plain": "grows"}
-    assert run_all(tmp_path / "run", monkeypatch, told) == 1
+    expected_verdicts = {"walk": "flat", "plain": "grows"}
+    assert run_all(tmp_path / "run", monkeypatch, expected_verdicts) == 1
     printed = capsys.readouterr().out
     assert "walk: expected flat, is grows" in printed
     assert "plain: expected grows, is flat" in printed

@@ -238,10 +238,10 @@ def test_what_an_older_writer_left_out_has_a_default(tmp_path: Path) -> None:
         {"type": "end", "scheduled": 1, "ok": 0, "failed": 0, "cancelled": 1},
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = read_requests(path)
-    assert found.requests[0].sent_ns is None
-    assert found.phases[0].reset_ns is None
-    assert found.end is not None and found.end.lag_ms is None
+    lines = read_requests(path)
+    assert lines.requests[0].sent_ns is None
+    assert lines.phases[0].reset_ns is None
+    assert lines.end is not None and lines.end.lag_ms is None
 
 
 FACTS = {"config": "noop", "repeat": 1, "num_blocks": 17_500, "block_size": 16}

@@ -42,7 +42,7 @@ COLUMNS = ("step_id", "t_ns", "schedule_us", "cache_size", "update_us")
 
 
 def write(path: Path, steps: list[EngineStep], tail: bytes = b"") -> Path:
-    lines = [msgspec.json.encode(one) + b"\n" for one in (HEADER, *steps)]
+    lines = [msgspec.json.encode(record) + b"\n" for record in (HEADER, *steps)]
     path.write_bytes(b"".join(lines) + tail)
     return path
 
@@ -133,9 +133,9 @@ def test_the_recorder_writes_the_fields_of_the_table(side: str) -> None:
         if isinstance(node, ast.ClassDef) and node.name == f"{side.title()}Step"
     )
     fields = {
-        one.target.id: ast.unparse(one.annotation)
-        for one in written.body
-        if isinstance(one, ast.AnnAssign)
+        record.target.id: ast.unparse(record.annotation)
+        for record in written.body
+        if isinstance(record, ast.AnnAssign)
     }
     table = {field.name: field for field in FIELDS if field.side == side}
     # Older recorders took it.

@@ -126,9 +126,9 @@ def test_the_slope_is_unbiased_and_its_interval_holds_it_as_often_as_it_says(
     rng, held, slopes, errors = np.random.default_rng(1), 0, [], []
     for _ in range(RUNS):
         level_us = slope * BLOCKS_1K * SHARES
-        found = fit(made_up(rng, level_us, **MACHINES[machine]))
-        value, error = found.slope()
-        held += abs(value - slope) <= found.reach(error)
+        fitted = fit(made_up(rng, level_us, **MACHINES[machine]))
+        value, error = fitted.slope()
+        held += abs(value - slope) <= fitted.reach(error)
         slopes.append(value)
         errors.append(error)
     assert np.mean(slopes) == pytest.approx(slope, abs=4 * np.std(slopes) / RUNS**0.5)
@@ -139,23 +139,23 @@ def test_the_slope_is_unbiased_and_its_interval_holds_it_as_often_as_it_says(
 
 def test_a_drift_is_stated_per_pass_and_not_taken_for_growth():
     rng = np.random.default_rng(2)
-    found = fit(made_up(rng, drift_us=60.0, servers=2, offsets_us=500.0))
-    assert found.drift == pytest.approx(60, abs=4 * found.drift_error)
-    assert found.drift_error < 3
-    assert growth(found, MARGIN_US, 0.95) is None
-    assert most_rise(found, 0.95) < MARGIN_US
+    fitted = fit(made_up(rng, drift_us=60.0, servers=2, offsets_us=500.0))
+    assert fitted.drift == pytest.approx(60, abs=4 * fitted.drift_error)
+    assert fitted.drift_error < 3
+    assert growth(fitted, MARGIN_US, 0.95) is None
+    assert most_rise(fitted, 0.95) < MARGIN_US
 
 
 def test_what_rises_with_the_time_since_a_reset_is_not_taken_for_growth():
     rng = np.random.default_rng(3)
     holds = made_up(rng, aging_us=100.0, servers=2)
-    found = fit(holds)
+    fitted = fit(holds)
     oldest_us = 100 * holds.age_s.max()
-    assert found.age == pytest.approx(oldest_us, abs=4 * found.age_error)
-    least, most = found.age_interval(0.95)
+    assert fitted.age == pytest.approx(oldest_us, abs=4 * fitted.age_error)
+    least, most = fitted.age_interval(0.95)
     assert least < oldest_us < most
-    assert growth(found, MARGIN_US, 0.95) is None
-    assert most_rise(found, 0.95) < MARGIN_US
+    assert growth(fitted, MARGIN_US, 0.95) is None
+    assert most_rise(fitted, 0.95) < MARGIN_US
     # A level that is always as old tells nothing of age, and all of it looks alike.
     climbing = replace(holds, age_s=1.0 * holds.level)
     assert fit(climbing).age is None
@@ -164,10 +164,10 @@ def test_what_rises_with_the_time_since_a_reset_is_not_taken_for_growth():
 
 def test_an_age_that_does_not_matter_is_not_in_the_fit_and_growth_must_hold_with_it():
     rng = np.random.default_rng(3)
-    found = fit(made_up(rng, servers=2))
-    assert found.aged is not None and found.df == found.aged.df + 1
-    assert found.rise(0, 4)[1] < found.aged.rise(0, 4)[1]
-    assert found.age == pytest.approx(0, abs=4 * found.age_error)
+    fitted = fit(made_up(rng, servers=2))
+    assert fitted.aged is not None and fitted.df == fitted.aged.df + 1
+    assert fitted.rise(0, 4)[1] < fitted.aged.rise(0, 4)[1]
+    assert fitted.age == pytest.approx(0, abs=4 * fitted.age_error)
     certain = replace(known_to_1_us(0, 0, 0, 0, 90), aged=known_to_1_us(0, 0, 0, 0, 9))
     assert growth(certain, 10.0, 0.95) is None
     both = replace(certain, aged=known_to_1_us(0, 0, 0, 0, 20))
@@ -179,8 +179,8 @@ def test_an_age_that_does_not_matter_is_not_in_the_fit_and_growth_must_hold_with
 def test_levels_are_means_over_the_servers_whatever_these_differ_by():
     rng = np.random.default_rng(4)
     level_us = 20 * BLOCKS_1K * SHARES
-    found = fit(made_up(rng, level_us, servers=3, offsets_us=200.0))
-    assert found.levels == pytest.approx(400 + level_us, abs=8)
+    fitted = fit(made_up(rng, level_us, servers=3, offsets_us=200.0))
+    assert fitted.levels == pytest.approx(400 + level_us, abs=8)
     # A server that lost its lowest levels does not tilt the others.
     holds = made_up(rng, level_us, servers=3, offsets_us=1_000.0)
     kept = (holds.server < 2) | (holds.level > 2)
@@ -206,9 +206,9 @@ def test_growth_of_every_shape_is_seen_and_named(shape: str):
 
 
 def test_what_falls_does_not_grow_and_is_called_falling():
-    found = fit(made_up(np.random.default_rng(7), -300 * SHARES))
-    assert growth(found, MARGIN_US, 0.95) is None
-    assert falls(found, MARGIN_US, 0.95)
+    fitted = fit(made_up(np.random.default_rng(7), -300 * SHARES))
+    assert growth(fitted, MARGIN_US, 0.95) is None
+    assert falls(fitted, MARGIN_US, 0.95)
     assert not falls(fit(made_up(np.random.default_rng(7))), MARGIN_US, 0.95)
 
 
@@ -243,7 +243,7 @@ def test_nothing_is_said_to_grow_by_chance_though_every_pair_is_tested():
         growth(fit(made_up(rng, sd_us=40.0, **machines[n % len(machines)])), 0.0, 0.95)
         for n in range(RUNS)
     ]
-    assert sum(found is not None for found in grown) / RUNS < 0.07
+    assert sum(fitted is not None for fitted in grown) / RUNS < 0.07
 
 
 def test_a_single_pass_cannot_tell_a_level_from_the_time():
@@ -261,10 +261,10 @@ def test_one_level_or_levels_that_do_not_rise_are_nothing_to_fit():
 
 
 def test_holds_that_are_alike_to_the_last_bit_still_have_an_interval():
-    found = fit(made_up(np.random.default_rng(13), sd_us=0.0))
-    assert most_rise(found, 0.95) == pytest.approx(0, abs=0.01)
-    assert growth(found, MARGIN_US, 0.95) is None
-    assert not found.is_bent()
+    fitted = fit(made_up(np.random.default_rng(13), sd_us=0.0))
+    assert most_rise(fitted, 0.95) == pytest.approx(0, abs=0.01)
+    assert growth(fitted, MARGIN_US, 0.95) is None
+    assert not fitted.is_bent()
 
 
 # Levels 0 to 4 at x = 0 to 4, each known to 1 us with 1,000 degrees of freedom. The
@@ -322,8 +322,8 @@ def test_a_fall_below_the_margin_is_tested_for_all_pairs_at_once(
     ],
 )
 def test_the_most_that_a_level_may_lie_above_a_lower_one(level_us, df, level, most_us):
-    found = known_to_1_us(*level_us, df=df)
-    assert most_rise(found, level) == pytest.approx(most_us, abs=2e-3)
+    fitted = known_to_1_us(*level_us, df=df)
+    assert most_rise(fitted, level) == pytest.approx(most_us, abs=2e-3)
 
 
 @pytest.mark.parametrize(
@@ -382,17 +382,17 @@ def test_what_a_time_is_made_of_is_found_exactly_where_there_is_no_noise():
     since = TIME_S - np.where(SERVER == 0, TIME_S[:12].mean(), TIME_S[12:].mean())
     values = values + 6 * since / PASS_OF_TABLE_S + np.where(SERVER == 0, 8.0, -8.0)
     values = values + 5.0 * (AGE_S - AGE_S.mean())
-    found = fit(table(values, SERVER, LEVEL, TIME_S, AGE_S))
-    assert found.levels == pytest.approx([100, 130, 200], rel=1e-5)
-    assert found.drift == pytest.approx(6.0, rel=1e-4)
+    fitted = fit(table(values, SERVER, LEVEL, TIME_S, AGE_S))
+    assert fitted.levels == pytest.approx([100, 130, 200], rel=1e-5)
+    assert fitted.drift == pytest.approx(6.0, rel=1e-4)
     # The oldest hold is of 2 s.
-    assert found.age == pytest.approx(10.0, rel=1e-4)
-    assert found.x.tolist() == [0.0, 1.0, 2.0]
+    assert fitted.age == pytest.approx(10.0, rel=1e-4)
+    assert fitted.x.tolist() == [0.0, 1.0, 2.0]
     # 24 holds less 3 levels, 2 drifts, 1 offset and 1 age.
-    assert found.df == 17
-    assert found.slope()[0] == pytest.approx(50.0, rel=1e-4)
-    assert found.rise(0, 2)[0] == pytest.approx(100.0, rel=1e-4)
-    assert found.rise(2, 1)[0] == pytest.approx(-70.0, rel=1e-4)
+    assert fitted.df == 17
+    assert fitted.slope()[0] == pytest.approx(50.0, rel=1e-4)
+    assert fitted.rise(0, 2)[0] == pytest.approx(100.0, rel=1e-4)
+    assert fitted.rise(2, 1)[0] == pytest.approx(-70.0, rel=1e-4)
 
 
 @pytest.mark.parametrize("least_us", [50.0, 1.0])
@@ -405,24 +405,24 @@ def test_levels_and_their_errors_are_those_of_weighted_least_squares(least_us):
     values = np.array([least_us, 100.0, 400.0])[LEVEL]
     values = values * (1 + 0.02 * rng.normal(size=24))
     # All are as old: there is no age to fit.
-    found = fit(table(values, SERVER, LEVEL, TIME_S, 0.0 * AGE_S))
+    fitted = fit(table(values, SERVER, LEVEL, TIME_S, 0.0 * AGE_S))
     columns = [LEVEL == 0, LEVEL == 1, LEVEL == 2]
     for server in (0, 1):
         own = server == SERVER
         since = (TIME_S - TIME_S[own].mean()) / PASS_OF_TABLE_S
         columns.append(np.where(own, since, 0.0))
     design = np.column_stack([*columns, np.where(SERVER == 1, 1.0, -1.0)]).astype(float)
-    size = np.maximum(found.levels, 0.1 * found.levels.mean())
+    size = np.maximum(fitted.levels, 0.1 * fitted.levels.mean())
     scaled, target = design / size[LEVEL][:, None], values / size[LEVEL]
     normal = scaled.T @ scaled
     factors = np.linalg.solve(normal, scaled.T @ target)
     left = target - scaled @ factors
     covariance = float(left @ left) / (24 - 6) * np.linalg.inv(normal)
-    assert found.levels == pytest.approx(factors[:3], rel=1e-3)
-    assert found.covariance == pytest.approx(covariance[:3, :3], rel=0.02)
-    assert found.drift == pytest.approx(factors[3:5].mean(), rel=1e-3, abs=1e-3)
+    assert fitted.levels == pytest.approx(factors[:3], rel=1e-3)
+    assert fitted.covariance == pytest.approx(covariance[:3, :3], rel=0.02)
+    assert fitted.drift == pytest.approx(factors[3:5].mean(), rel=1e-3, abs=1e-3)
     drifts = covariance[3:5, 3:5]
-    assert found.drift_error == pytest.approx(drifts.sum() ** 0.5 / 2, rel=0.01)
+    assert fitted.drift_error == pytest.approx(drifts.sum() ** 0.5 / 2, rel=0.01)
 
 
 def short(level: list[int], x: list[int] | None = None) -> Holds:
@@ -447,16 +447,16 @@ def short(level: list[int], x: list[int] | None = None) -> Holds:
     ],
 )
 def test_degrees_of_freedom_are_holds_less_unknowns(holds, df):
-    found = fit(holds)
-    assert (None if found is None else found.df) == df
+    fitted = fit(holds)
+    assert (None if fitted is None else fitted.df) == df
 
 
 def test_an_interval_of_the_drift_holds_as_often_as_it_is_asked_to():
-    found = replace(known_to_1_us(0, 0), drift=10.0, drift_error=2.0, df=4)
-    assert found.drift_interval(0.95) == pytest.approx(
+    fitted = replace(known_to_1_us(0, 0), drift=10.0, drift_error=2.0, df=4)
+    assert fitted.drift_interval(0.95) == pytest.approx(
         (10 - 5.553, 10 + 5.553), abs=1e-3
     )
-    assert found.drift_interval(0.99) == pytest.approx(
+    assert fitted.drift_interval(0.99) == pytest.approx(
         (10 - 9.208, 10 + 9.208), abs=1e-3
     )
 

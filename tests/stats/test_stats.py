@@ -141,11 +141,11 @@ def test_without_rounds_there_is_no_estimate():
 
 
 def test_an_interval_is_the_same_after_it_has_been_in_a_file():
-    found = Estimate(1.25, (-1.0, 2.0))
-    encoded = msgspec.json.encode(found)
+    estimate = Estimate(1.25, (-1.0, 2.0))
+    encoded = msgspec.json.encode(estimate)
     assert encoded == b'{"value":1.25,"ci95":[-1.0,2.0]}'
-    assert msgspec.json.decode(encoded, type=Estimate) == found
-    assert f"{found:+.1f}" == "+1.2 [-1.0, +2.0]"
+    assert msgspec.json.decode(encoded, type=Estimate) == estimate
+    assert f"{estimate:+.1f}" == "+1.2 [-1.0, +2.0]"
 
 
 PROBABILITY = st.floats(0.001, 0.9999)
@@ -177,9 +177,9 @@ def test_a_value_with_an_error_has_the_interval_of_students_t(df: int, t: float)
 
 
 def test_draws_of_two_estimates_subtract_as_independent_ones():
-    one, other = (student(0.0, 1.0, 100, seed) for seed in (1, 2))
-    assert one.ci95 == pytest.approx((-1.984, 1.984), rel=1e-3)
-    low, high = one.minus(other).ci95
+    single, other = (student(0.0, 1.0, 100, seed) for seed in (1, 2))
+    assert single.ci95 == pytest.approx((-1.984, 1.984), rel=1e-3)
+    low, high = single.minus(other).ci95
     assert (low, high) == pytest.approx((-2.8, 2.8), rel=0.06)
 
 
@@ -272,14 +272,14 @@ def test_equal_arms_reach_as_far_as_students_t_of_their_runs(
 
 def test_offsets_of_runs_are_students_t_and_shrink_with_more_runs():
     spread = RunSpread(0.1, 4)
-    one, four = spread.offsets("a", 1), spread.offsets("a", 4)
-    assert one == pytest.approx(2 * four)
-    edges = np.quantile(one, (0.025, 0.5, 0.975))
+    single, four = spread.offsets("a", 1), spread.offsets("a", 4)
+    assert single == pytest.approx(2 * four)
+    edges = np.quantile(single, (0.025, 0.5, 0.975))
     assert edges == pytest.approx([-0.27764, 0, 0.27764], abs=0.01)
     # Arms are drawn apart, around one common width.
     other = spread.offsets("b", 1)
-    assert abs(np.corrcoef(one, other)[0, 1]) < 0.05
-    assert np.corrcoef(abs(one), abs(other))[0, 1] > 0.2
+    assert abs(np.corrcoef(single, other)[0, 1]) < 0.05
+    assert np.corrcoef(abs(single), abs(other))[0, 1] > 0.2
 
 
 def test_an_interval_is_between_percentiles_of_its_draws():
@@ -292,10 +292,10 @@ def test_an_interval_is_between_percentiles_of_its_draws():
 
 
 def test_estimates_subtract_draw_by_draw():
-    one = Distribution(10.0, np.array([8.0, 10.0, 12.0]))
+    single = Distribution(10.0, np.array([8.0, 10.0, 12.0]))
     other = Distribution(4.0, np.array([2.0, 4.0, 8.0]))
-    assert one.minus(other).value == 6.0
-    assert one.minus(other).draws.tolist() == [6.0, 6.0, 4.0]
+    assert single.minus(other).value == 6.0
+    assert single.minus(other).draws.tolist() == [6.0, 6.0, 4.0]
 
 
 @pytest.mark.parametrize(
@@ -330,10 +330,10 @@ def test_a_quantile_needs_requests_beyond_it_and_an_interval_eight_sessions(
 ):
     names = pl.Series([f"s{n % sessions}" for n in range(requests)])
     values = pl.Series([float(n) for n in range(1, requests + 1)])
-    found = SessionDraws(names).quantiles(values, names)
-    assert {name: of.value for name, of in found.items() if of} == stated
+    estimate = SessionDraws(names).quantiles(values, names)
+    assert {name: of.value for name, of in estimate.items() if of} == stated
     assert all(
-        bool(np.isfinite(of.draws).all()) == known for of in found.values() if of
+        bool(np.isfinite(of.draws).all()) == known for of in estimate.values() if of
     )
 
 
@@ -344,28 +344,28 @@ def test_sessions_are_drawn_whole_and_alike_for_all_arms():
     draws = SessionDraws(names)
     assert draws.counts.shape == (500, 10)
     assert (draws.counts.sum(axis=1) == 10).all()
-    found = draws.quantiles(values, names)["p50"].draws
+    estimate = draws.quantiles(values, names)["p50"].draws
     slow = draws.counts[:, 5:].sum(axis=1)
-    assert ((found == 9.0) == (slow > 5)).all()
+    assert ((estimate == 9.0) == (slow > 5)).all()
     twice = draws.quantiles(2 * values, names)["p50"].draws
-    assert twice.tolist() == (2 * found).tolist()
+    assert twice.tolist() == (2 * estimate).tolist()
 
 
 def test_rounds_of_steps_count_with_their_lower_quartiles():
     base = np.array([[1.0, 2.0, 3.0, 4.0, 99.0]] * 12)
     # Quartiles 2 and 7, whatever else disturbs a step.
     times = np.array([[6.0, 7.0, 80.0, 90.0, 900.0]] * 12)
-    found = added(times, base)
-    assert (found.value, found.ci95) == (5.0, (5.0, 5.0))
+    estimate = added(times, base)
+    assert (estimate.value, estimate.ci95) == (5.0, (5.0, 5.0))
 
 
 def test_an_interval_over_rounds_is_that_of_drawn_rounds():
     rounds = np.arange(1.0, 102.0)
-    found = over_rounds(rounds)
-    assert found.value == 51.0
-    assert found.draws.shape == (1_000,)
+    estimate = over_rounds(rounds)
+    assert estimate.value == 51.0
+    assert estimate.draws.shape == (1_000,)
     # The error of a median of 101 uniform rounds is about 101 / (2 sqrt(101)).
-    assert found.ci95 == pytest.approx((51 - 9.85, 51 + 9.85), abs=2.0)
+    assert estimate.ci95 == pytest.approx((51 - 9.85, 51 + 9.85), abs=2.0)
     mean = over_rounds(rounds, lambda drawn: float(drawn.mean()))
     assert np.std(mean.draws) == pytest.approx(29.15 / 101**0.5, rel=0.1)
 

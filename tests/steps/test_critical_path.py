@@ -41,9 +41,9 @@ def one_after_the_other(server: Server, forward_us: int) -> list[DeviceStep]:
 
 
 def test_without_overlap_what_the_host_does_between_two_forwards_is_exposed(server):
-    found = parts(server, one_after_the_other(server, forward_us=2_000))
-    assert [row["step_id"] for row in found] == [1, 2, 3]
-    for row in found:
+    table = parts(server, one_after_the_other(server, forward_us=2_000))
+    assert [row["step_id"] for row in table] == [1, 2, 3]
+    for row in table:
         assert row["idle_us"] == pytest.approx(80 + 70 + 10 + 300 + 500, abs=1)
         assert row[f"exposed.{META}"] == pytest.approx(120, abs=1)
         assert row["exposed.scheduler_us"] == pytest.approx(180 + 70, abs=1)

@@ -110,11 +110,11 @@ def test_of_several_ranks_the_slowest_counts_in_each_step(tmp_path: Path):
         write_lines(tmp_path / f"worker_step.r{rank}.jsonl", [header, *records])
     engine = [engine_record(step, t_ns=1) for step in range(2)]
     write_lines(tmp_path / STEPS, [HEADER, *engine])
-    found = whole_steps(tmp_path)
-    assert found.worker_records == 5
-    rows = found.table.select("step_id", "execute_model_us", "get_finished_us").rows()
+    table = whole_steps(tmp_path)
+    assert table.worker_records == 5
+    rows = table.table.select("step_id", "execute_model_us", "get_finished_us").rows()
     assert rows == [(0, 120.0, 3.0), (1, 130.0, 1.0)]
-    assert found.table["bind_us"].null_count() == 2
+    assert table.table["bind_us"].null_count() == 2
 
 
 @pytest.mark.parametrize("later_ns", [0, 1])
@@ -190,7 +190,7 @@ def test_records_one_by_one_are_split_as_a_table_of_them_is(times):
     for part, records in sides.items():
         split = [side_parts(record)[0] for record in records]
         assert parts[part].to_list() == pytest.approx(split, rel=1e-6)
-    calls = [side_parts(one)[2] for one in (*engine, *worker)]
+    calls = [side_parts(record)[2] for record in (*engine, *worker)]
     total = sum(us for by_method in calls for us in by_method.values())
     connector_us = parts["connector_us"].cast(pl.Float64).sum()
     assert connector_us == pytest.approx(total, rel=1e-5)
@@ -381,7 +381,7 @@ def test_a_torn_last_line_is_dropped_and_a_bad_one_named(tmp_path, tail, torn, e
         with pytest.raises(RecordsError, match=error):
             whole_steps(tmp_path)
         return
-    found = recorded_steps(path)
-    assert found.torn_lines == torn
+    table = recorded_steps(path)
+    assert table.torn_lines == torn
     # A step that did not end, or began before the phase, is no step of it.
-    assert trial_steps(0, found.table, phases)["step_id"].to_list() == [0, 2, 3]
+    assert trial_steps(0, table.table, phases)["step_id"].to_list() == [0, 2, 3]

@@ -48,17 +48,17 @@ def cases(junit: Path) -> dict[tuple[str, str], str]:
     if not junit.exists():
         return {}
     suite = ElementTree.parse(junit).getroot()
-    found = {
+    outcome_by_case = {
         (case.get("classname").removeprefix("kvtax."), case.get("name")): (
             case[0].tag if len(case) else "passed"
         )
         for case in suite
     }
-    outcomes = list(found.values())
+    outcomes = list(outcome_by_case.values())
     assert int(suite.get("tests")) == len(outcomes)
     assert int(suite.get("failures")) == outcomes.count("failure")
     assert int(suite.get("skipped")) == outcomes.count("skipped")
-    return found
+    return outcome_by_case
 
 
 def changed(run: Run, config: str, **fields: Any) -> Run:

@@ -41,32 +41,32 @@ def test_a_cell_says_whether_a_cost_grows_and_in_which_shape(
 @EACH_AXIS
 def test_growth_in_noise_as_large_as_it_has_no_shape(axis):
     cell = made(noise=0.8, **{axis: curve(axis, 1, 100.0)})
-    found = growth(cell, axis, META)
-    assert found.verdict != "flat" and found.shape is None
+    along = growth(cell, axis, META)
+    assert along.verdict != "flat" and along.shape is None
 
 
 @EACH_AXIS
 def test_growth_between_linear_and_quadratic_is_neither(axis):
     cell = made(noise=0.001, **{axis: curve(axis, 1.5, 1_000.0)})
-    found = growth(cell, axis, META)
-    assert found.words == "grows, shape not known"
-    assert found.exponent.value == pytest.approx(1.5, abs=0.05)
+    along = growth(cell, axis, META)
+    assert along.words == "grows, shape not known"
+    assert along.exponent.value == pytest.approx(1.5, abs=0.05)
 
 
 @EACH_AXIS
 def test_a_cost_that_rises_and_falls_again_grows(axis):
     middle = AXES[axis].levels[1]
     cell = made(**{axis: lambda level: 1_010.0 if level == middle else 10.0})
-    found = growth(cell, axis, META)
-    assert found.words == "grows, not in a line"
-    assert found.exponent is None
+    along = growth(cell, axis, META)
+    assert along.words == "grows, not in a line"
+    assert along.exponent is None
     assert steepest(cell, axis) == META
 
 
 def along_running(*passes: list[float]) -> CellRecord:
     """A cell with these passes over 1, 64, 128, 192 and 256 running requests."""
     cell = made()
-    cell.means_us["running"][META] = [list(map(float, one)) for one in passes]
+    cell.means_us["running"][META] = [list(map(float, of_pass)) for of_pass in passes]
     return cell
 
 
@@ -78,14 +78,14 @@ def along_running(*passes: list[float]) -> CellRecord:
 def test_a_slope_grows_where_its_whole_interval_is_above_the_margin(
     axis, margins, verdicts
 ):
-    told = AXES[axis]
-    us = margins * told.margin_us / told.per
+    about = AXES[axis]
+    us = margins * about.margin_us / about.per
     cell = made(noise=0.001, **{axis: lambda level: 10.0 + us * level})
-    found = growth(cell, axis, META)
-    assert found.verdict in verdicts
-    low, high = found.slope.ci95
-    assert (low > told.margin_us, high < told.margin_us) == (margins > 1, margins < 1)
-    assert found.last.ci95[0] <= 10 + us * told.levels[-1] <= found.last.ci95[1]
+    along = growth(cell, axis, META)
+    assert along.verdict in verdicts
+    low, high = along.slope.ci95
+    assert (low > about.margin_us, high < about.margin_us) == (margins > 1, margins < 1)
+    assert along.last.ci95[0] <= 10 + us * about.levels[-1] <= along.last.ci95[1]
 
 
 def aging(
@@ -103,16 +103,16 @@ def aging(
 
 @pytest.mark.parametrize("axis", ["cache", "cache_at_32"])
 def test_what_rises_with_the_time_since_the_reset_is_not_growth_along_the_axis(axis):
-    found = growth(aging(us_per_s=60.0, axis=axis), axis, META)
-    assert found.words == "grows with time" and found.rises
-    low, high = found.slope.ci95
+    along = growth(aging(us_per_s=60.0, axis=axis), axis, META)
+    assert along.words == "grows with time" and along.rises
+    low, high = along.slope.ci95
     assert low < 0 < high < AXES[axis].margin_us
 
 
 def test_growth_is_seen_beside_what_rises_with_the_time_since_the_reset():
-    found = growth(aging(us_per_s=60.0, us_per_level=0.02), "cache", META)
-    assert found.verdict == "grows"
-    low, high = found.slope.ci95
+    along = growth(aging(us_per_s=60.0, us_per_level=0.02), "cache", META)
+    assert along.verdict == "grows"
+    low, high = along.slope.ci95
     assert low < 20 < high
 
 
@@ -131,9 +131,9 @@ def test_a_machine_of_two_speeds_is_told_from_growth_by_the_rest_of_the_step():
     of_axis["scheduler_us"], of_axis["step_us"] = (
         (us * slow).tolist() for us in (300, 900)
     )
-    found = growth(cell, "cache", META)
-    assert (without.verdict, found.verdict) == ("inconclusive", "flat")
-    assert found.slope.high < without.slope.high / 3
+    along = growth(cell, "cache", META)
+    assert (without.verdict, along.verdict) == ("inconclusive", "flat")
+    assert along.slope.high < without.slope.high / 3
     # Of a step, the rest is a part.
     assert growth(cell, "cache", "step_us").slope.high > 10
 
@@ -198,12 +198,12 @@ def test_noise_is_rarely_called_growth_however_large_and_however_few_the_passes(
 
 @EACH_AXIS
 def test_the_slope_is_per_unit_of_the_axis(axis):
-    told = AXES[axis]
-    cell = made(noise=0, **{axis: lambda level: 10.0 + 7.0 * level / told.per})
-    found = growth(cell, axis, META)
-    assert found.slope.value == pytest.approx(7.0)
-    assert found.level_us[-1] == pytest.approx(10 + 7 * told.levels[-1] / told.per)
-    assert found.passes == 9
+    about = AXES[axis]
+    cell = made(noise=0, **{axis: lambda level: 10.0 + 7.0 * level / about.per})
+    along = growth(cell, axis, META)
+    assert along.slope.value == pytest.approx(7.0)
+    assert along.level_us[-1] == pytest.approx(10 + 7 * about.levels[-1] / about.per)
+    assert along.passes == 9
 
 
 @pytest.mark.slow

@@ -28,10 +28,10 @@ WALK = "mooncake_both_hash_sync"
 
 
 def test_a_run_compared_with_itself_passes_and_nothing_changed(run, gate):
-    told = gate(run, run)
-    assert told.status == 0 and told.error == ""
-    assert "Cost gate: passed" in told.text
-    assert "**" not in section(told.text, "What changed").partition("**Bold**")[0]
+    shown = gate(run, run)
+    assert shown.status == 0 and shown.error == ""
+    assert "Cost gate: passed" in shown.text
+    assert "**" not in section(shown.text, "What changed").partition("**Bold**")[0]
 
 
 def share(run, config: str, field: str, factor: float):
@@ -44,16 +44,16 @@ def share(run, config: str, field: str, factor: float):
 
 
 def test_a_cost_that_certainly_rose_is_bold_and_fails(run, gate):
-    told = gate(run, share(run, WALK, "full_adds", 1.6))
-    assert told.status == 1
-    lines = [line for line in told.text.splitlines() if WALK in line and "**" in line]
+    shown = gate(run, share(run, WALK, "full_adds", 1.6))
+    assert shown.status == 1
+    lines = [line for line in shown.text.splitlines() if WALK in line and "**" in line]
     assert any("a full cache adds" in line for line in lines)
-    assert told.cases[WALK, "a full cache adds, since OLD"] == "failure"
+    assert shown.cases[WALK, "a full cache adds, since OLD"] == "failure"
 
 
 def test_a_cost_that_certainly_fell_is_bold_and_passes(run, gate):
-    told = gate(run, share(run, WALK, "full_adds", 0.5))
-    assert told.status == 0 and "**-" in section(told.text, "What changed")
+    shown = gate(run, share(run, WALK, "full_adds", 0.5))
+    assert shown.status == 0 and "**-" in section(shown.text, "What changed")
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,9 @@ def test_a_cost_that_certainly_fell_is_bold_and_passes(run, gate):
 )
 def test_a_verdict_must_not_get_worse(run, gate, before, after, outcome):
     old, new = (changed(run, "noop", verdict=verdict) for verdict in (before, after))
-    told = gate(old, new)
-    assert told.cases["noop", "verdict"] == outcome
-    assert told.status == (outcome == "failure")
+    shown = gate(old, new)
+    assert shown.cases["noop", "verdict"] == outcome
+    assert shown.status == (outcome == "failure")
 
 
 @pytest.mark.parametrize(
@@ -88,26 +88,26 @@ def test_a_verdict_must_not_get_worse(run, gate, before, after, outcome):
     ],
 )
 def test_a_limit_is_of_a_config_in_percent_of_own_work(run, gate, limits, outcome):
-    told = gate(run, run, f"[configs.{WALK}]\n{limits}")
-    outcomes = {result for (name, _), result in told.cases.items() if name == WALK}
+    shown = gate(run, run, f"[configs.{WALK}]\n{limits}")
+    outcomes = {result for (name, _), result in shown.cases.items() if name == WALK}
     assert outcome in outcomes
-    assert told.status == (outcome == "failure")
+    assert shown.status == (outcome == "failure")
 
 
 def test_what_one_config_says_goes_before_the_default(run, gate):
     default = "[configs.default]\nfull_adds = { timed = 1 }\n"
     own = f"[configs.{WALK}]\nfull_adds = {{ timed = 900 }}"
     assert gate(run, run, default).status == 1
-    told = gate(run, run, default + own)
-    assert told.cases[WALK, "what a full cache adds to timed"] == "passed"
+    shown = gate(run, run, default + own)
+    assert shown.cases[WALK, "what a full cache adds to timed"] == "passed"
 
 
 def test_an_undecided_limit_fails_only_where_the_file_says_so(run, gate):
     value = run["configs"]["noop"]["held"]["timed"]["full_adds"]["value"]
     limits = f"[configs.noop]\nfull_adds = {{ timed = {value:.3f} }}"
     what = ("noop", "what a full cache adds to timed")
-    told = gate(run, run, limits)
-    assert (told.status, told.cases[what]) == (0, "skipped")
+    shown = gate(run, run, limits)
+    assert (shown.status, shown.cases[what]) == (0, "skipped")
     strict = gate(run, run, f'undecided = "fail"\n{limits}')
     assert (strict.status, strict.cases[what]) == (1, "failure")
 
@@ -116,8 +116,8 @@ def test_a_config_that_is_gone_is_seen_and_fails_where_it_has_limits(run, gate):
     new = json.loads(json.dumps(run))
     del new["configs"]["noop"]
     assert gate(run, new).cases["noop", "verdict"] == "skipped"
-    told = gate(run, new, '[configs.noop]\nverdicts = ["flat"]')
-    assert told.cases["noop", "verdict"] == "failure"
+    shown = gate(run, new, '[configs.noop]\nverdicts = ["flat"]')
+    assert shown.cases["noop", "verdict"] == "failure"
 
 
 @pytest.mark.parametrize(
@@ -129,8 +129,8 @@ def test_a_config_that_is_gone_is_seen_and_fails_where_it_has_limits(run, gate):
     ],
 )
 def test_a_misspelt_limit_is_refused_and_not_ignored(run, gate, limits, message):
-    told = gate(run, run, limits)
-    assert told.status == 2 and message in told.error
+    shown = gate(run, run, limits)
+    assert shown.status == 2 and message in shown.error
 
 
 def test_other_settings_are_refused_and_more_repeats_are_not(run, gate):
@@ -138,8 +138,8 @@ def test_other_settings_are_refused_and_more_repeats_are_not(run, gate):
     new["profile"]["repeats"] += 1
     assert gate(run, new).status == 0
     new["profile"]["block_size"] = 32
-    told = gate(run, new)
-    assert told.status == 2 and "block_size: 16 and 32" in told.error
+    shown = gate(run, new)
+    assert shown.status == 2 and "block_size: 16 and 32" in shown.error
 
 
 def test_another_machine_and_another_baseline_are_named(run, gate):

@@ -74,11 +74,11 @@ def test_a_long_call_takes_ten_milliseconds_and_cpu_time(call_us, cpu_us, count)
         schedule_cpu_us=[None] * 38 + [80.0, 80.0],
         thread_cpu_us=[None] * 38 + [700.0, cpu_us],
     )
-    found = long_calls(calls)
-    assert (found.count, found.steps) == (count, 40)
+    calls_found = long_calls(calls)
+    assert (calls_found.count, calls_found.steps) == (count, 40)
     if count:
-        assert found.longest_ms == 12.0
-        assert found.us_per_step == 300.0
+        assert calls_found.longest_ms == 12.0
+        assert calls_found.us_per_step == 300.0
 
 
 @pytest.mark.parametrize(("cpu_us", "count"), [(15_000.0, 1), (7_500.0, 0)])

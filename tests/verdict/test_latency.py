@@ -34,8 +34,8 @@ def request(phase: str, ttft_ms: float, status: str = "ok") -> RequestRecord:
 
 
 def trial(*requests: RequestRecord, **end: Any) -> LoadedTrial:
-    told = {"scheduled": len(requests), "ok": 0, "failed": 0, "cancelled": 0}
-    driver = DriverEnd(**told | {"valid": True} | end)
+    counts = {"scheduled": len(requests), "ok": 0, "failed": 0, "cancelled": 0}
+    driver = DriverEnd(**counts | {"valid": True} | end)
     records = Requests(len(requests), [], [], list(requests), driver, 0)
     return LoadedTrial("plain", 0, None, None, requests=records)
 
@@ -44,10 +44,10 @@ def test_quantiles_are_of_requests_of_the_open_load_that_ended_ok_on_time():
     good = [request("growth", 5.0), request("plateau", 7.0)]
     others = [request("hold.0.0.8", 99.0), request("growth", 99.0, status="failed")]
     late = trial(request("growth", 99.0), valid=False)
-    found = latencies_ms([trial(*good, *others), late])
-    assert found["ttft_ms"] == Quantiles(5.0, 7.0, 7.0)
-    assert found["tpot_ms"] == Quantiles(2.0, 2.0, 2.0)
-    assert found["e2e_ms"].p50 == 25.0
+    latencies = latencies_ms([trial(*good, *others), late])
+    assert latencies["ttft_ms"] == Quantiles(5.0, 7.0, 7.0)
+    assert latencies["tpot_ms"] == Quantiles(2.0, 2.0, 2.0)
+    assert latencies["e2e_ms"].p50 == 25.0
 
 
 def test_without_requests_there_are_no_latencies():

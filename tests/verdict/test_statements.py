@@ -132,13 +132,13 @@ def test_an_interval_holds_a_server_that_is_not_measured():
     for row, repeat in enumerate(apart["repeat"]):
         apart["timed"][row] *= (0.85, 1.0, 1.2)[int(repeat)]
     differing = analysed(mine=apart)
-    one, other = (
+    narrow, wide = (
         analysis.document.configs["mine"].full_adds.percent
         for analysis in (alike, differing)
     )
-    assert other.high - other.low > 2 * (one.high - one.low)
+    assert wide.high - wide.low > 2 * (narrow.high - narrow.low)
     # Nearly as low as the lowest of the three.
-    assert other.low < 0.9 * one.value
+    assert wide.low < 0.9 * narrow.value
 
 
 def test_the_baseline_is_the_pair_where_both_are_alike():
