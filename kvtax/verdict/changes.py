@@ -9,6 +9,7 @@ code, one may have a change.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import hypot
 from typing import Any
@@ -30,6 +31,7 @@ from kvtax.verdict.limits import (
     check_since,
     require_known,
 )
+from kvtax.verdict.metrics import is_part
 
 LEVEL = 0.95
 # Degrees of freedom of a sweep's spread between servers.
@@ -208,22 +210,30 @@ def _check_sweep(
 def _verdict(
     old: PerConfig, new: PerConfig, name: str, limits: LimitsFile
 ) -> tuple[str, str, Outcome]:
-    """Return the bound, the verdict and the outcome."""
+    """Return the bound, the verdict with the parts that grow, and the outcome."""
     now, allowed = new.configs[name].verdict, limits.of(name).verdicts
+    value = ", ".join([now, *_growing_parts(new.configs[name])])
     if allowed is not None:
         bound = " or ".join(allowed) or "none"
         if now in allowed:
-            return bound, now, "kept"
-        return bound, now, "undecided" if now == "inconclusive" else "broken"
+            return bound, value, "kept"
+        return bound, value, "undecided" if now == "inconclusive" else "broken"
     if name not in old.configs:
         known: Outcome = "kept" if now == "flat" else "undecided"
-        return "not in OLD", now, "broken" if now == "failed" else known
+        return "not in OLD", value, "broken" if now == "failed" else known
     before = old.configs[name].verdict
     bound = f"no worse than {before}"
     if now == "failed" or SEVERITY.get(now, 0) > SEVERITY.get(before, 0):
-        return bound, now, "broken"
+        return bound, value, "broken"
     unclear = now == "inconclusive" != before
-    return bound, now, "undecided" if unclear else "kept"
+    return bound, value, "undecided" if unclear else "kept"
+
+
+def _growing_parts(entry: Judged) -> Iterator[str]:
+    """Yield the methods and threads to which a full cache certainly adds."""
+    for part, held in entry.held.items():
+        if entry.verdict == "grows" and is_part(part) and held.full_adds.low > 0:
+            yield f"`{part}` {held.full_adds.value:+.3g} % of own work"
 
 
 def _facts(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -127,9 +127,9 @@ def test_the_hash_walk_grows_with_the_level_at_which_the_cache_is_held(configs):
     walk = configs["mooncake_both_hash_sync"]
     assert walk["verdict"] == "grows"
     # How steep it is depends on the machine.
-    assert walk["slope_us_per_1k_blocks"]["schedule"]["ci95"][0] > 10
-    held = walk["held"]["schedule"]
-    assert held["us"][0] < held["us"][2] < held["us"][4]
+    assert walk["full_adds"]["percent"]["ci95"][0] > 20
+    held = walk["held"]["calls"]
+    assert held["levels"][0] < held["levels"][2] < held["levels"][4]
     # A level is held as full as the profile says, though requests hold some blocks.
     shares = [blocks / 12_000 for blocks in held["cache_blocks"]]
     assert shares == pytest.approx([0.0, 0.3, 0.6, 0.92, 1.0], abs=0.05)
@@ -139,10 +139,11 @@ def test_the_hash_walk_grows_with_the_level_at_which_the_cache_is_held(configs):
 @pytest.mark.parametrize("name", ["plain", "noop"])
 def test_configs_without_the_walk_grow_at_most_a_third_as_fast(configs, name):
     # One server each tells them from the walk by far.
-    walk = configs["mooncake_both_hash_sync"]["slope_us_per_1k_blocks"]
-    slope = configs[name]["slope_us_per_1k_blocks"]
-    for metric in ("schedule", "overhead"):
-        assert slope[metric]["ci95"][1] < walk[metric]["ci95"][0] / 3
+    walk, other = (
+        configs[config]["held"]["timed"]["full_adds"]["ci95"]
+        for config in ("mooncake_both_hash_sync", name)
+    )
+    assert other[1] < walk[0] / 3
 
 
 @swept
@@ -295,7 +296,7 @@ class Mine(NoopConnector):
 SWEEP_LIMITS = """
 [configs.Mine]
 verdicts = ["flat"]
-slope_us_per_1k_blocks = { "scheduler.build_connector_meta" = 2.0 }
+full_adds = { "scheduler.build_connector_meta" = 5.0 }
 """
 
 

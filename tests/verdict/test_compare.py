@@ -94,6 +94,15 @@ def test_a_limit_is_of_a_config_in_percent_of_own_work(run, gate, limits, outcom
     assert shown.status == (outcome == "failure")
 
 
+def test_the_method_that_makes_a_config_grow_is_named_and_can_be_limited(run, gate):
+    method = "scheduler.build_connector_meta"
+    shown = gate(run, run, f'[configs.{WALK}]\nverdicts = ["flat"]')
+    assert f"verdict is grows, `{method}` +" in shown.text
+    limits = f'[configs.{WALK}]\nfull_adds = {{ "{method}" = 1 }}'
+    shown = gate(run, run, limits)
+    assert shown.cases[WALK, f"what a full cache adds to {method}"] == "failure"
+
+
 def test_what_one_config_says_goes_before_the_default(run, gate):
     default = "[configs.default]\nfull_adds = { timed = 1 }\n"
     own = f"[configs.{WALK}]\nfull_adds = {{ timed = 900 }}"
