@@ -288,8 +288,9 @@ class GradedServer(ServerConditions, frozen=True):
     """Median of vLLM's own work per step over the holds."""
     own_spread: float | None = None
     """p90 over p10 of the same."""
-    waited_share: float | None = None
-    """Share of the time that the engine's thread had work and no core."""
+    holds_out: float | None = None
+    """Share of its holds in which the engine's thread waited for a core: they do not
+    count."""
     left_out: str | None = None
     """Why its holds do not count; null where they do."""
 

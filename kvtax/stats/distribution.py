@@ -38,11 +38,6 @@ class Distribution:
     def ci95(self) -> tuple[float, float]:
         return self.interval(0.95)
 
-    def minus(self, other: Distribution) -> Distribution:
-        """Compute the difference of two independent estimates."""
-        # The two were drawn independently, so pairing them by index is as good as any.
-        return Distribution(self.value - other.value, self.draws - other.draws)
-
 
 def as_float(value: object) -> float:
     """Convert a number that polars returned; 0 for null."""

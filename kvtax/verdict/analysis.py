@@ -40,7 +40,7 @@ from kvtax.verdict.holds import (
     tpot_of_holds,
 )
 from kvtax.verdict.latency import send_lag
-from kvtax.verdict.machine import graded, machine_record, without_left_out
+from kvtax.verdict.machine import graded, machine_record, undisturbed
 from kvtax.verdict.metrics import SCHEDULE, STEP, TIMED, TPOT
 from kvtax.verdict.roles import Roles, roles_of
 from kvtax.verdict.statements import Statements, decisive, noise_floor, reads_cpu
@@ -172,7 +172,7 @@ def judge(evidence: Evidence) -> Analysis:
         if config.holds
     }
     machine = graded(evidence.machine, tables, roles.baseline)
-    holds = without_left_out(tables, machine)
+    holds = undisturbed(tables, machine)
     ladder, level = profile.load.ladder, look_level(profile.looks)
     statements = Statements.of(holds, ladder, level)
     noise = noise_floor(statements, roles)

@@ -3,8 +3,9 @@
 
 Neighbours on other cores take memory bandwidth: they slow vLLM's own work and a
 connector's alike, so shares of own work hold. A neighbour on the engine's own core also
-empties its caches, which slows the two unequally: such servers are left out, and where
-they are many, or all of the baseline's, nothing is judged.
+empties its caches and holds its steps up, which slows the two unequally. So a hold in
+which the engine's thread waited for a core is left out, a server with many such holds
+is left out whole, and where such servers are many, nothing is judged.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from kvtax.records.per_config import (
 from kvtax.verdict.holds import OWN
 from kvtax.verdict.trials import LoadedTrial
 
-# The engine's thread had work and no core for so much of the time that it needed one.
-WAITED_SHARE = 0.25
-# Of older runs, which do not say: so many cores were taken by others.
+# For so much of the time in which the engine's thread had work it had no core.
+MOST_WAITED = 0.25
+# A server with more of its holds left out is left out, a run with more of its servers.
+MOST_HOLDS, MOST_SERVERS = 0.5, 0.25
+# Of older runs, which do not say how long the thread waited: cores taken by others.
 OTHERS_CORES = 0.3
-# A run is refused with more of its servers disturbed.
-MOST_LEFT_OUT = 0.25
 # With fewer holds a server's p90 and p10 are single holds.
 MIN_HOLDS = 8
-# Half of the servers have a wider spread on a busy machine, or own work differs more
-# between servers of one config, or more time is stolen.
-QUIET_SPREAD, QUIET_APART, QUIET_STEAL = 1.3, 0.15, 0.01
+# On a busy machine half of the servers have a wider spread between holds, servers of
+# half of the configs are further apart, more holds are left out, or more is stolen.
+QUIET_SPREAD, QUIET_APART, QUIET_HOLDS, QUIET_STEAL = 1.3, 0.15, 0.05, 0.01
 
 
 def machine_record(trials: Sequence[LoadedTrial]) -> MachineRecord | None:
@@ -51,7 +52,6 @@ def machine_record(trials: Sequence[LoadedTrial]) -> MachineRecord | None:
                 repeat=trial.repeat,
                 steal_share=load.steal_share if load else None,
                 others_cores=load.others_cores if load else None,
-                cold_start=trial.facts.cold_start if trial.facts else None,
             )
             for trial, load in loads
         ],
@@ -69,7 +69,7 @@ def graded(
     servers = [_graded(server, holds.get(server.config)) for server in record.servers]
     out = [server for server in servers if server.left_out]
     of_baseline = [server for server in servers if server.config == baseline]
-    refused = len(out) > MOST_LEFT_OUT * len(servers) or (
+    refused = len(out) > MOST_SERVERS * len(servers) or (
         bool(of_baseline) and all(server.left_out for server in of_baseline)
     )
     busy = _busy(servers)
@@ -88,10 +88,13 @@ def graded(
     )
 
 
-def without_left_out(
+def undisturbed(
     holds: Mapping[str, pl.DataFrame], machine: MachineEntry | None
 ) -> dict[str, pl.DataFrame]:
-    """Take the holds of disturbed servers away; a config may have none then."""
+    """Select the holds of servers that count in which the thread had its core.
+
+    A config may have none.
+    """
     out = {
         (server.config, server.repeat)
         for server in (machine.servers if machine else [])
@@ -99,20 +102,31 @@ def without_left_out(
     }
     kept = {
         name: table.filter(
-            ~pl.col("repeat").is_in([r for config, r in out if config == name])
+            ~pl.col("repeat").is_in([r for config, r in out if config == name]),
+            ~_waited(table),
         )
         for name, table in holds.items()
     }
     return {name: table for name, table in kept.items() if table.height}
 
 
+def _waited(table: pl.DataFrame) -> pl.Expr:
+    """Return whether the engine's thread waited for a core in a hold."""
+    if not {"waited", "engine"} <= set(table.columns):
+        return pl.lit(False)
+    share = pl.col("waited") / (pl.col("waited") + pl.col("engine"))
+    return (share > MOST_WAITED).fill_null(False)
+
+
 def _graded(server: ServerConditions, table: pl.DataFrame | None) -> GradedServer:
-    own = np.array([])
-    waited = None
+    own, out = np.array([]), None
     if table is not None and OWN in table.columns:
         few = table.filter(pl.col("repeat") == server.repeat, pl.col("many") == 0)
+        if "waited" in few.columns and few["waited"].count():
+            share = few.select(_waited(few).mean()).item()
+            out = float(share or 0.0)
+            few = few.filter(~_waited(few))
         own = few[OWN].drop_nulls().to_numpy()
-        waited = _waited_share(few)
     spread = None
     if len(own) >= MIN_HOLDS:
         low, high = np.quantile(own, (0.1, 0.9), method="inverted_cdf")
@@ -122,31 +136,19 @@ def _graded(server: ServerConditions, table: pl.DataFrame | None) -> GradedServe
         repeat=server.repeat,
         steal_share=server.steal_share,
         others_cores=server.others_cores,
-        cold_start=server.cold_start,
         own_us=round(float(np.median(own)), 3) if len(own) else None,
         own_spread=spread,
-        waited_share=None if waited is None else round(waited, 4),
-        left_out=_disturbed(waited, server.others_cores),
+        holds_out=None if out is None else round(out, 4),
+        left_out=_disturbed(out, server.others_cores),
     )
 
 
-def _waited_share(holds: pl.DataFrame) -> float | None:
-    """Return for how much of the time the engine's thread had work and no core."""
-    if not {"waited", "engine"} <= set(holds.columns):
-        return None
-    known = holds.filter(pl.col("waited").is_finite(), pl.col("engine").is_finite())
-    if not known.height:
-        return None
-    waited, ran = (float(known[name].to_numpy().sum()) for name in ("waited", "engine"))
-    return waited / max(waited + ran, 1e-9)
-
-
-def _disturbed(waited: float | None, others_cores: float | None) -> str | None:
+def _disturbed(holds_out: float | None, others_cores: float | None) -> str | None:
     """Return why a server's holds do not count; None where they do."""
-    if waited is not None:
-        if waited <= WAITED_SHARE:
+    if holds_out is not None:
+        if holds_out <= MOST_HOLDS:
             return None
-        return f"the engine's thread waited {waited:.0%} of its time for a core"
+        return f"the engine's thread had no core of its own in {holds_out:.0%} of holds"
     if others_cores is None or others_cores <= OTHERS_CORES:
         return None
     return f"other processes took {others_cores:.2f} of a core"
@@ -156,6 +158,9 @@ def _busy(servers: Sequence[GradedServer]) -> list[str]:
     """Return the numbers that a quiet machine would not have."""
     reasons = []
     kept = [server for server in servers if not server.left_out]
+    shares = [server.holds_out for server in kept if server.holds_out is not None]
+    if shares and (share := float(np.mean(shares))) > QUIET_HOLDS:
+        reasons.append(f"{share:.0%} of the holds had no core of their own: left out")
     spreads = [server.own_spread for server in kept if server.own_spread]
     if spreads and (spread := float(np.median(spreads))) > QUIET_SPREAD:
         reasons.append(f"equal work took {spread:.2f} times as long in some holds")

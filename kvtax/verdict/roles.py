@@ -41,19 +41,9 @@ class Roles:
         return self._first("floor")
 
     @property
-    def before_after(self) -> list[str]:
-        """Configs of the figure "before and after the fixes", in its order."""
-        places = {n: r.before_after for n, r in self.of.items() if r.before_after}
-        return sorted(places, key=places.__getitem__)
-
-    @property
     def places(self) -> dict[str, int]:
         """Place of each config's colour, the same in every picture."""
         return places({name: role.colour for name, role in self.of.items()})
-
-    def label(self, name: str) -> str:
-        """Return the name of a config in prose."""
-        return self.of[name].label or f"`{name}`"
 
 
 def roles_of(run: RunRecord, names: Iterable[str]) -> Roles:

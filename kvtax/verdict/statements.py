@@ -53,8 +53,6 @@ EVENTS = (AFTER_IDLE, HIT, LONG_PROMPT)
 # Share by which a level in own work differs between days, beyond its servers: between
 # five sweeps of twelve configs.
 BETWEEN_DAYS = 0.01
-# Margin of what is fitted and not judged.
-NO_MARGIN = 0.05
 DIGITS = 3
 
 

@@ -101,6 +101,7 @@ def write_page(analysis: Analysis) -> str:
         tables.verdicts(document),
         tables.known_verdicts(document, roles),
         tables.reference(document, roles),
+        tables.own_limits(document, roles),
         growth_figure(analysis),
         tables.parts(document),
         tables.attribution(document),

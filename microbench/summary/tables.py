@@ -10,8 +10,9 @@ from kvtax.records.per_config import HeldLevels, Judged, PerConfig, Share
 from kvtax.records.run import ReferenceFigures
 from kvtax.records.warning import RunWarning, Warn
 from kvtax.report.document import Cell, Table, Verdict, Verdicts
-from kvtax.report.markdown import DASH, interval, number, spread
+from kvtax.report.markdown import DASH, TIMES, interval, number, spread
 from kvtax.steps.parts import ATTRIBUTED
+from kvtax.verdict.bounds import Bound, judge
 from kvtax.verdict.metrics import METRICS, SCHEDULE
 from kvtax.verdict.roles import Roles
 from microbench.summary.words import (
@@ -181,6 +182,24 @@ def known_verdicts(document: PerConfig, roles: Roles) -> Table | None:
     rows = [[o.config, o.expected, o.verdict, o.kind] for o in known]
     head = ["config", "must be", "is", "so"]
     return Table(title="Configs of known cost", note=count, columns=head, rows=rows)
+
+
+def own_limits(document: PerConfig, roles: Roles) -> Table | None:
+    """Tabulate the limits that configs set themselves; None without any."""
+    rows = []
+    for name, entry in document.configs.items():
+        for limit in roles.of[name].aims:
+            if limit.quantity == "times_floor":
+                bound = Bound("", limit.at_most, f"{TIMES} {document.floor}")
+                ratio = entry.vs_noop.get(limit.metric)
+                word = judge(ratio, bound) if ratio else "not measured"
+                shown = f"{ratio:.2f}" if ratio else DASH
+                rows.append([name, limit.metric, str(bound), shown, word])
+    if not rows:
+        return None
+    head = ["config", "of", "limit", "here", ""]
+    title = "Limits that configs set themselves"
+    return Table(title=title, columns=head, rows=rows)
 
 
 # Parts that take less per step (us) are only in per_config.json.

@@ -19,7 +19,7 @@ from kvtax.records.per_config import (
 from kvtax.records.profile import Ladder
 from kvtax.records.run import Role, RunRecord
 from kvtax.verdict.analysis import Analysis, judge
-from kvtax.verdict.machine import graded, without_left_out
+from kvtax.verdict.machine import graded, undisturbed
 from kvtax.verdict.statements import Statements, decisive
 from kvtax.verdict.warnings import largest_relative_bound, open_metrics
 from tests.harness.made_up import profile
@@ -246,9 +246,9 @@ def test_a_disturbed_server_does_not_count():
     assert entry.grade == "disturbed" and not entry.refused
     assert "r4: other processes took 0.90 of a core" in entry.reasons[0]
     machine = graded(conditions(0.0, 0.9), {"plain": table_of()}, "plain")
-    kept = without_left_out({"plain": table_of()}, machine)
+    kept = undisturbed({"plain": table_of()}, machine)
     assert kept["plain"]["repeat"].to_list() == [0] * 8
-    assert without_left_out({"plain": table_of()}, None)["plain"].height == 16
+    assert undisturbed({"plain": table_of()}, None)["plain"].height == 16
 
 
 def test_a_refused_run_judges_nothing():
@@ -262,6 +262,16 @@ def test_a_refused_run_judges_nothing():
     verdicts = {e.verdict for e in analysis.document.configs.values()}
     assert verdicts == {"inconclusive"}
     assert analysis.warnings[None][0].kind == "refused"
+
+
+def test_a_hold_in_which_the_engine_had_no_core_does_not_count():
+    waited = [700.0, 30.0, 30.0, 30.0] * 4
+    table = table_of(engine=700.0).with_columns(pl.Series("waited", waited))
+    entry = graded(conditions(0.0, 0.0), {"plain": table}, None)
+    assert (entry.grade, entry.refused) == ("busy", False)
+    assert [server.holds_out for server in entry.servers] == [0.25, 0.25]
+    kept = undisturbed({"plain": table}, entry)["plain"]
+    assert kept["waited"].to_list() == [30.0] * 12
 
 
 def test_an_older_run_has_no_grade():
