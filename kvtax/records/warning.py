@@ -146,7 +146,7 @@ class Warn(Enum):
     )
     NO_SLOPE = "too few holds to know a level", "Add passes to the ladder."
     UNDECIDED = (
-        "its verdict says in what, and by how much",
+        "no verdict: {metrics} may grow by more than the margin",
         f"Run it with more repeats (`--only`, `--repeats`), or {QUIETER}.",
     )
     NO_WORKER_RECORDS = (

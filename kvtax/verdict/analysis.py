@@ -185,7 +185,7 @@ def judge(evidence: Evidence) -> Analysis:
     for name, config in evidence.configs.items():
         judged = _judged(name, config, common, ladder)
         if judged.verdict != "failed":
-            warnings[name] = config_warnings(config.facts, judged.verdict, judged.held)
+            warnings[name] = config_warnings(judged)
             judged.warnings = [str(warning) for warning in warnings[name]]
         configs[name] = judged
     document = PerConfig(

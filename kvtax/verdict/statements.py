@@ -186,8 +186,9 @@ def fits_of(holds: Mapping[str, pl.DataFrame]) -> dict[str, dict[str, Fit]]:
             continue
         shares = {name: metric_holds(table, column) for name, table in holds.items()}
         known = {name: of for name, of in shares.items() if of is not None}
+        days = 0.0 if column == MEMORY else BETWEEN_DAYS
         between = share_between_servers(known.values())
-        together = float(np.hypot(between, BETWEEN_DAYS))
+        together = float(np.hypot(between, days))
         for name, of in known.items():
             if (fitted := fit(of, together)) is not None:
                 fits[name][column] = fitted

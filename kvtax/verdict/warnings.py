@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from kvtax.records.per_config import Judged, MachineEntry, Measured, NoiseFloor
-from kvtax.records.run import RunRecord, Verdict
+from kvtax.records.run import RunRecord
 from kvtax.records.warning import RunWarning, Warn
 from kvtax.verdict.metrics import METRICS
 from kvtax.verdict.roles import Roles
@@ -38,17 +38,15 @@ def largest_relative_bound(entry: Judged) -> float:
     )
 
 
-def config_warnings(
-    measured: Measured, verdict: Verdict, held: Collection[str]
-) -> list[RunWarning]:
+def config_warnings(entry: Judged) -> list[RunWarning]:
     """Warn of doubts about the numbers of one config."""
-    undecided = verdict == "inconclusive" and held
+    undecided = open_metrics(entry) if entry.verdict == "inconclusive" else []
     return [
-        *([Warn.TRIALS_FAILED(error=measured.error)] if measured.error else []),
-        *_of_estimates(measured, held),
-        *_of_records(measured),
-        *_of_requests(measured),
-        *([Warn.UNDECIDED()] if undecided else []),
+        *([Warn.TRIALS_FAILED(error=entry.error)] if entry.error else []),
+        *_of_estimates(entry, entry.held),
+        *_of_records(entry),
+        *_of_requests(entry),
+        *([Warn.UNDECIDED(metrics=", ".join(undecided))] if undecided else []),
     ]
 
 

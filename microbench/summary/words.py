@@ -61,8 +61,8 @@ NAMES = {
     RARE: "steps 1 ms longer than usual",
     LONG_CALLS: "calls of 10 ms and more",
 }
-# Told beside the table, where they stand out.
-BESIDE = (AFTER_IDLE, HIT, LONG_PROMPT, THREADS, PROCESSES, STEP, RARE)
+# Shown beside the table, where they stand out.
+BESIDE = (AFTER_IDLE, HIT, LONG_PROMPT, THREADS, PROCESSES, STEP)
 
 
 def growing_first(document: PerConfig) -> list[str]:
@@ -138,11 +138,15 @@ def remarks(document: PerConfig) -> Iterator[str]:
 def _remarks(entry: Judged) -> Iterator[str]:
     if entry.not_measured:
         yield f"not measured: {', '.join(NAMES[n] for n in entry.not_measured)}"
-    for name in BESIDE:
-        if entry.verdict_of.get(name) == "grows":
-            held = entry.held.get(name)
-            more = f", by {_us(held.full_adds, held.unit)}" if held else ""
-            yield f"{NAMES[name]} grow{'s' if name == AFTER_IDLE else ''}{more}"
+    added = [
+        f"{_us(held.full_adds, held.unit)} to {NAMES[name]}"
+        for name in BESIDE
+        if entry.verdict_of.get(name) == "grows" and (held := entry.held.get(name))
+    ]
+    if added:
+        yield f"a full cache adds {', '.join(added)}"
+    if entry.verdict_of.get(RARE) == "grows":
+        yield f"{NAMES[RARE]} come more often with more blocks cached"
     for name, judged in entry.verdict_of.items():
         held = entry.held.get(name)
         if judged == "drifts" and held:
