@@ -110,9 +110,9 @@ def _shifted_requests(lines: list[bytes], shifts: list[Shift]) -> Iterator[bytes
                 (MOMENTS_OF_A_REQUEST, shift.ns),
             ):
                 moved |= {name: record[name] + by for name in names if name in record}
-            for name, by in LISTS_OF_A_REQUEST.items():
+            for name, field in LISTS_OF_A_REQUEST.items():
                 if values := record.get(name):
-                    moved[name] = [value + getattr(shift, by) for value in values]
+                    moved[name] = [value + getattr(shift, field) for value in values]
             yield msgspec.json.encode(moved) + b"\n"
 
 

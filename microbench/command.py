@@ -217,7 +217,9 @@ def _is_reference(arguments: argparse.Namespace) -> bool:
 
 def _write_figures_into_pages(repository: Path) -> None:
     """Write the figures into the pages that quote them; a test compares the two."""
-    subprocess.run([sys.executable, "-m", "tools.figures"], cwd=repository, check=True)
+    written = subprocess.run([sys.executable, "-m", "tools.figures"], cwd=repository)
+    if written.returncode:
+        print("sweep: the pages keep their figures: see above", file=sys.stderr)
 
 
 def _print_verdicts(analysis: Analysis) -> None:

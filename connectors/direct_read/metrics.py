@@ -41,7 +41,7 @@ class DirectReadStats(KVConnectorStats):
     """Counts since the last report; names as in COUNTERS, absent ones are 0."""
 
     def reset(self) -> None:
-        self.data = {}
+        self.data: dict[str, int] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         self.data = dict(Counter(self.data) + Counter(other.data))

@@ -43,13 +43,11 @@ def run(arguments: argparse.Namespace) -> int:
     if gates[0] != gates[1]:
         raise NotComparable("OLD and NEW are a sweep and a gate: give two of a kind")
     if all(gates):
-        comparison = compare_gates(
-            *(read_document(path, CellRecord) for path in paths), limits
-        )
+        old_cell, new_cell = (read_document(path, CellRecord) for path in paths)
+        comparison = compare_gates(old_cell, new_cell, limits)
     else:
-        comparison = compare_sweeps(
-            *(read_document(path, PerConfig) for path in paths), limits
-        )
+        old, new = (read_document(path, PerConfig) for path in paths)
+        comparison = compare_sweeps(old, new, limits)
     if arguments.junit:
         write_whole(arguments.junit, junit(comparison.checks))
     print(markdown(comparison))

@@ -228,15 +228,12 @@ class Router:
             )
         if not candidates:
             raise NoInstance("no healthy instance")
-        pin = self._pins.of(session)
         return Snapshot(
             candidates,
-            pin and pin.instance,
+            self._pins.of(session),
             loads.arrivals,
             loads.offloads,
             loads.offloaded,
-            pin.turns if pin else 0,
-            pin and pin.at_tokens,
         )
 
     def _remember(
@@ -251,4 +248,4 @@ class Router:
         names = {decision.instance, decision.prefill or decision.instance}
         for name in names:
             self._mirror.add(self._place[name], keys, tokens)
-        self._pins.note(session, decision.instance, body.prompt_tokens)
+        self._pins.note(session, decision.instance)
