@@ -11,10 +11,9 @@ It names a value of per_config.json by keys with dots between them, a config fir
 the value's format as Python writes it (none for text). A value that has an interval is
 written as `value [low, high]`. Tables stand between `<!--NAME-->` and `<!--/NAME-->`:
 `connectors` and `offloads` are made of the observatory's cells, `occasions` of the
-committed sweeps,
-`synthetic` and `noisy` of the sweeps of that profile and beside a neighbour, and
-`coverage` of the result of `kvtax bench coverage`, and `rules` of that of
-studies.questions. A test compares all of them.
+committed sweeps, `synthetic` and `noisy` of the sweeps of that profile and beside a
+neighbour, `coverage` of the result of `python -m benchmarks coverage`, and `rules` of
+that of studies.questions. A test compares all of them.
 """
 
 from __future__ import annotations
