@@ -40,7 +40,7 @@ ENV = {"KVTAX_STEP_RECORDS_CPU_EVERY": "16"}
 
 
 class Cost(NamedTuple):
-    """How much longer steps of a kind take with a setting, in us, and its interval."""
+    """Added time of steps of a kind with a setting, in us, with its interval."""
 
     kind: str
     every: str

@@ -54,7 +54,7 @@ class Step(NamedTuple):
 
 
 class Shift(NamedTuple):
-    """How far a repetition is from the first one: steps, ns, requests."""
+    """Distance of a repetition from the first one: steps, ns, requests."""
 
     steps: int
     ns: int

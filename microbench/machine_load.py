@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What else a machine does while a server is measured."""
+"""Other work of a machine while a server is measured."""
 
 from __future__ import annotations
 

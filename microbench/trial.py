@@ -85,7 +85,7 @@ class TrialSpec:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first server of its config."""
+        """Return whether this is the first server of its config."""
         return self.repeat == 0
 
     def server(self, folder: Path, connector: Connector) -> ServerSpec:

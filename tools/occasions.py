@@ -104,10 +104,10 @@ def _statements(old: PerConfig, new: PerConfig) -> list[tuple[Estimate, Estimate
     return pairs
 
 
-def near(one: Estimate, other: Estimate) -> bool:
+def near(row: Estimate, other: Estimate) -> bool:
     """Return whether two estimates differ by no more than both intervals allow."""
-    reaches = [(estimate.high - estimate.low) / 2 for estimate in (one, other)]
-    return abs(one.value - other.value) <= hypot(*reaches)
+    reaches = [(estimate.high - estimate.low) / 2 for estimate in (row, other)]
+    return abs(row.value - other.value) <= hypot(*reaches)
 
 
 if __name__ == "__main__":

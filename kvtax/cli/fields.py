@@ -43,7 +43,7 @@ def print_fields(file: str) -> None:
 
 
 def formats() -> Sequence[Format]:
-    """All file formats, those of other installed packages last."""
+    """List all file formats, those of other installed packages last."""
     from kvtax.records.formats import FORMATS
 
     added = [point.load() for point in entry_points(group=ENTRY_POINTS)]

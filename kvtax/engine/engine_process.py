@@ -149,7 +149,7 @@ class EngineProcess(WorkerProcess):
 
 
 def serve(subject: Any, socket: str, *functions: Callable[..., Any]) -> None:
-    """In the worker: answer requests, (name, *arguments), until the parent goes away.
+    """Answer requests in the worker, (name, *arguments), until the parent goes away.
 
     Each is answered with what the function of that name gives for the subject.
     """

@@ -65,7 +65,7 @@ def check_resources(
 def resource_problems(
     settings: EngineSettings, servers: int = 1, installed: Installation | None = None
 ) -> Iterator[str]:
-    """Each reason why `servers` at once could not run here."""
+    """Yield each reason why `servers` at once could not run here."""
     installed = installed or installation()
     if not installed.has_vllm(settings.flavour):
         remedy = f"run bash setup.sh {settings.flavour}"

@@ -175,7 +175,7 @@ class StepDigest:
 
     @property
     def has_worker(self) -> bool:
-        """Whether any step has a worker's record."""
+        """Return whether any step has a worker's record."""
         return self._population(of_worker=True).steps > 0
 
     @property
@@ -190,11 +190,11 @@ class StepDigest:
 
     @property
     def with_worker(self) -> Population:
-        """Those that have a worker's record; all of them where no step has one."""
+        """Steps that have a worker's record; all steps where none has."""
         return self._population(of_worker=self.has_worker)
 
     def of(self, column: str) -> Population:
-        """The steps of which the column is known."""
+        """Return the steps of which the column is known."""
         return self.all if column.startswith(OF_THE_ENGINE) else self.with_worker
 
     def _population(self, *, of_worker: bool) -> Population:

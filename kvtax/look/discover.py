@@ -63,7 +63,7 @@ def _engine(name: str, path: Path) -> str:
 
 
 def discover(folder: Path) -> tuple[list[ServerFiles], list[RunWarning]]:
-    """All instances below `folder`, and what is wrong with those that cannot be read.
+    """List all instances below `folder`, and the faults of those that cannot be read.
 
     Raises RecordsError if there are no step records at all.
     """

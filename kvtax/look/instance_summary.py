@@ -195,7 +195,7 @@ class Cost:
 
     @property
     def overlaps(self) -> bool:
-        """Whether steps overlap, as under asynchronous scheduling."""
+        """Return whether steps overlap, as under asynchronous scheduling."""
         return self.step.mean_us >= MOST_ALONE * self.period_us
 
     @property

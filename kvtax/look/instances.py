@@ -256,7 +256,7 @@ def _longest_run(frames: Sequence[pl.DataFrame]) -> int:
 
 
 def read_instances(folder: Path) -> tuple[list[Instance], list[RunWarning]]:
-    """All instances below `folder` at once, and what is wrong with the others.
+    """Read all instances below `folder` at once, and what is wrong with the others.
 
     Raises RecordsError if there are no step records at all.
     """

@@ -52,7 +52,7 @@ class Collector:
         self._watched = watched
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics, a sample per engine."""
+        """Yield all metrics, a sample per engine."""
         totals = self._watched.read()
         yield _steps(totals)
         values = {name: _counts(of) for name, of in totals.items()}

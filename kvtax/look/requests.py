@@ -191,7 +191,7 @@ class Marks:
         )
 
     def rows(self) -> pl.DataFrame:
-        """A row per step that is named, and per stretch between."""
+        """Tabulate a row per step that is named, and per stretch between."""
         if not self._frames:
             return NO_ROWS
         return pl.concat(self._frames, how="diagonal")

@@ -151,7 +151,7 @@ def described(form: Format) -> str:
 
 
 def _schema(form: Format) -> str:
-    """The schema that the file's first field names."""
+    """Return the schema that the file's first field names."""
     config = form.kinds[0].__struct_config__
     return f", schema {config.tag}" if config.tag_field == "schema" else ""
 

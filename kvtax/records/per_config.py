@@ -30,7 +30,7 @@ class Quantiles(msgspec.Struct, frozen=True):
 
 
 class Lag(msgspec.Struct, frozen=True):
-    """How late requests were sent, by the worst server of a config."""
+    """Lateness of requests, by the worst server of a config."""
 
     p99: float | None
     """99 in 100 were sent sooner after they were due, in ms."""

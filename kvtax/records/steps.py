@@ -346,7 +346,7 @@ class DeviceStep(msgspec.Struct):
 
 
 def read_device_steps(path: Path, strict: bool = True) -> Lines[DeviceHeader]:
-    """All forwards of a file, in order. Raises RecordsError."""
+    """Read all forwards of a file, in order. Raises RecordsError."""
     return read_lines(path, DeviceHeader, DeviceStep, strict=strict)
 
 

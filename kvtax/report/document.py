@@ -132,7 +132,7 @@ class TimeLine(msgspec.Struct, tag_field="kind", tag="timeline", kw_only=True):
 
 
 class Bar(msgspec.Struct, kw_only=True):
-    """What a whole consists of, and what is said of it."""
+    """Parts of a whole, with a note."""
 
     name: str
     note: str = ""

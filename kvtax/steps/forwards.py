@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the null model slept in each step, as it measured it."""
+"""Sleep of the null model in each step, as it measured it."""
 
 from __future__ import annotations
 

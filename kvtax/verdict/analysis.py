@@ -140,7 +140,7 @@ def _stated_blocks(configs: Mapping[str, ConfigEvidence], ladder: Ladder) -> int
 
 @dataclass(frozen=True)
 class _JudgedRun:
-    """What is common to all configs of a run."""
+    """Facts that all configs of a run share."""
 
     statements: Statements
     roles: Roles

@@ -86,7 +86,7 @@ DECISION_COLUMNS: dict[str, Any] = {
 
 
 def requests_frame(runs: list[ArmRun]) -> pl.DataFrame:
-    """All requests of all arms and repeats, with `arm` and `repeat`."""
+    """Tabulate all requests of all arms and repeats, with `arm` and `repeat`."""
     frames = [_one(run) for run in runs]
     return pl.concat(frames) if frames else _one(NOTHING).clear()
 

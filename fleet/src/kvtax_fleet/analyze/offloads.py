@@ -159,7 +159,10 @@ def engine_phases(run: ArmRun) -> list[dict[str, Any]]:
 
 
 def _engine_phases(p: _Engine, d: _Engine, request_id: str) -> dict[str, float] | None:
-    """In ms; None if one of the two did not record a prefill or a pull of this name."""
+    """Compute the phases in ms.
+
+    None if one of the two did not record a prefill or a pull of this name.
+    """
     sent = [r for r in p.named(request_id) if p.spans(r) is not None]
     pulled = [
         r

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which instances are out: they get no request until their /health answers well.
+"""Instances that are out: they get no request until their /health answers well.
 
 An instance goes out as soon as a connection to it fails or breaks, or its /health
 answers with an error. No answer of /health in time puts it out only while nothing is
