@@ -166,7 +166,7 @@ def fit_weights(
     num_blocks: int,
     block_size: int,
 ) -> Fit:
-    """Fit all layers of a model with real weights, and at most `num_blocks` of KV cache.
+    """Fit all layers of a model with real weights, and at most `num_blocks` of KV.
 
     Raises DoesNotFit if fewer than LEAST_BLOCKS are left.
     """
