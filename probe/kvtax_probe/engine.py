@@ -60,9 +60,9 @@ class EngineStep(msgspec.Struct, omit_defaults=True, gc=False):
 # requests, tokens, tokens of prompts, preemptions, running, waiting, cache_size,
 # free_blocks, time spent aside until then, calls of schedule(). Times are in ns.
 Scheduled = tuple[Any, ...]
-# The step's update: began and ended, its CPU time and that of the whole step, the time
-# spent aside until then, and the calls of the update.
-Updated = tuple[int, int, int, "int | None", int, Calls]
+# A step that is scheduled, and its update: when that began and ended, its CPU time and
+# that of the whole step, the time spent aside until then, and the calls of the update.
+Updated = tuple[Scheduled, int, int, int, "int | None", int, Calls]
 # No step.
 NEVER = -2
 # The CPU clock is read after each step that took longer.
@@ -75,6 +75,8 @@ class EngineRecorder:
     Its scheduler's `schedule` and `update_from_output` are wrapped on the instance, so
     the scheduler may be of any class. In a step caches are cold, so a step touches as
     little as can be: it appends tuples of integers. A thread makes records of them.
+    A step that is not recorded is only counted in schedule(); its update is left alone,
+    unless steps overlap or a request waits for a token or for KV.
     """
 
     __slots__ = (
@@ -91,8 +93,10 @@ class EngineRecorder:
         "_file",
         "_first_step",
         "_gave_up",
+        "_is_watching",
         "_next_recorded",
         "_open",
+        "_overlaps",
         "_recorded",
         "_requests",
         "_schedule",
@@ -103,6 +107,7 @@ class EngineRecorder:
         "_threads_before",
         "_timer",
         "_update",
+        "_watched_update",
         "life",
         "next_step_id",
     )
@@ -131,6 +136,9 @@ class EngineRecorder:
         self._aside_ns = 0
         self.draw_anew(STEPS_EVERY)
         self._schedule, self._update = scheduler.schedule, scheduler.update_from_output
+        self._watched_update, self._is_watching = self._timed_update, False
+        # Whether vLLM schedules a step before it has updated the one before.
+        self._overlaps = getattr(engine_core, "batch_queue", None) is not None
         self._requests = RequestRecorder(self.life, scheduler)
         self.attach()
         at_exit(self.close)
@@ -151,13 +159,13 @@ class EngineRecorder:
     def attach(self) -> None:
         """Record the steps from here on."""
         put(self._scheduler, "schedule", self._timed_schedule)
-        put(self._scheduler, "update_from_output", self._timed_update)
+        self._watch_update()
         self._requests.detached = False
 
     def detach(self) -> None:
         """Leave the scheduler as it was."""
         put(self._scheduler, "schedule", self._schedule)
-        put(self._scheduler, "update_from_output", self._update)
+        self._leave_update()
         self._requests.detached = True
         self._timer.turn_off()
 
@@ -168,25 +176,51 @@ class EngineRecorder:
             if file is not None:
                 file.flush()
 
+    def _watch_update(self) -> None:
+        """Have the scheduler's update come through here, over what others have put."""
+        if not self._is_watching:
+            self._is_watching = True
+            self._update = self._scheduler.update_from_output
+            put(self._scheduler, "update_from_output", self._watched_update)
+
+    def _leave_update(self) -> None:
+        """Leave the scheduler's update alone, unless others have wrapped it since."""
+        if self._scheduler.update_from_output is self._watched_update:
+            put(self._scheduler, "update_from_output", self._update)
+            self._is_watching = False
+
     def _timed_schedule(self, *args: Any, **kwargs: Any) -> Any:
         step_id = self.next_step_id
         if step_id != self._next_recorded:
             more = args or kwargs
             output = self._schedule(*args, **kwargs) if more else self._schedule()
             try:
-                output.step_id = step_id
                 self.next_step_id = step_id + 1
-                if self._timer.on:
-                    # Of no step that is recorded.
+                if self._open:
+                    # The calls are of no step that is recorded.
                     self._timer.take()
-                if self._requests.with_external_kv:
-                    self._requests.note_scheduled()
+                requests = self._requests
+                requests.step_id = output.step_id = step_id
+                if (
+                    output.scheduled_new_reqs
+                    or output.preempted_req_ids
+                    or output.scheduled_cached_reqs.resumed_req_ids
+                    or requests.with_external_kv
+                ):
+                    requests.note_scheduled(step_id, output)
+                if not self._is_watching and (
+                    requests.without_token
+                    or requests.waiting_for_kv
+                    or step_id in self._cpu_read_after
+                ):
+                    self._watch_update()
             except Exception:
                 self._give_up()
             return output
         timer = self._timer
         if not timer.on:
             timer.turn_on()
+            self._watch_update()
         # Reading the CPU clock takes longer than any other: not in schedule_us.
         cpu_ns = 0
         if step_id >= self._draw_at and self._draw_clocks(step_id):
@@ -199,31 +233,37 @@ class EngineRecorder:
         try:
             if cpu_ns:
                 cpu_ns = thread_cpu_ns() - cpu_ns
-            output.step_id = step_id
+            requests = self._requests
+            requests.step_id = output.step_id = step_id
             output.records_life = self.life
             self.next_step_id = step_id + 1
             if self._every == 1:
                 self._next_recorded = step_id + 1
             calls = timer.take() if timer.calls or timer.frequent else ()
-            if self._requests.with_external_kv:
-                self._requests.note_scheduled()
+            preempted, begun = output.preempted_req_ids, output.scheduled_new_reqs
+            if (
+                begun
+                or preempted
+                or output.scheduled_cached_reqs.resumed_req_ids
+                or requests.with_external_kv
+            ):
+                requests.note_scheduled(step_id, output)
             scheduled = output.num_scheduled_tokens
-            tokens, requests = output.total_num_scheduled_tokens, len(scheduled)
+            tokens = output.total_num_scheduled_tokens
             # A running request's last prompt chunk of one token counts as a decode: it
             # costs the same and yields a token. That keeps the common step free of a
             # loop.
             prefill_tokens = 0
-            if tokens != requests or output.scheduled_new_reqs:
-                begun = [new.req_id for new in output.scheduled_new_reqs]
-                begun += self._requests.without_token
+            scheduler = self._scheduler
+            if begun or tokens != len(scheduled):
+                begun_ids = {*requests.without_token, *[new.req_id for new in begun]}
                 prefill_tokens = _prefill_tokens(
-                    self._scheduler.requests, scheduled, tokens, begun
+                    scheduler.requests, scheduled, tokens, begun_ids
                 )
-            preempted = output.preempted_req_ids
             running = waiting = cache_size = free_blocks = None
             if self._count_waiting is not None:
-                running = len(self._scheduler.running)
-                waiting = self._count_waiting(self._scheduler.waiting)
+                running = len(scheduler.running)
+                waiting = self._count_waiting(scheduler.waiting)
             pool = self._block_pool
             if pool is not None:
                 # A reset of the prefix cache makes a new map.
@@ -234,7 +274,7 @@ class EngineRecorder:
                 began_ns,
                 ended_ns,
                 cpu_ns,
-                requests,
+                len(scheduled),
                 tokens,
                 prefill_tokens,
                 len(preempted) if preempted else 0,
@@ -247,7 +287,7 @@ class EngineRecorder:
             )
             if len(self._open) > MAX_OPEN_STEPS:
                 # Scheduled, but never updated.
-                self._append((self._open.pop(next(iter(self._open))), None))
+                self._append((self._open.pop(next(iter(self._open))),))
         except Exception:
             self._give_up()
         return output
@@ -258,17 +298,10 @@ class EngineRecorder:
         step_id = getattr(scheduler_output, "step_id", NEVER)
         step = self._open.pop(step_id, None)
         requests = self._requests
+        requests.step_id = step_id
         try:
-            requests.step_id = step_id
-            transfers = getattr(model_runner_output, "kv_connector_output", None)
-            if transfers is not None and transfers.finished_recving:
-                requests.note_received(transfers.finished_recving)
-            if (
-                scheduler_output.scheduled_new_reqs
-                or scheduler_output.preempted_req_ids
-                or scheduler_output.scheduled_cached_reqs.resumed_req_ids
-            ):
-                requests.note_started(step_id, scheduler_output)
+            if requests.waiting_for_kv:
+                requests.note_received(model_runner_output)
         except Exception:
             self._give_up()
         cpu_ns = thread_cpu_ns() if step is not None and step[3] else 0
@@ -289,17 +322,22 @@ class EngineRecorder:
             elif step is not None and ended_ns - step[1] > LONG_NS:
                 # Whether the thread worked, or the machine stood still.
                 step_cpu_ns = self._since_last_clock(step_id)
-            requests.step_id = None
             if requests.without_token:
                 requests.note_first_tokens(step_id)
             timer = self._timer
             if timer.on:
                 calls = timer.take() if timer.calls or timer.frequent else ()
                 if step is not None:
-                    times_ns = began_ns, ended_ns, cpu_ns, step_cpu_ns, self._aside_ns
-                    self._append((step, (*times_ns, calls)))
-                if self._every > 1 and not self._open:
+                    aside_ns = self._aside_ns
+                    self._append(
+                        (step, began_ns, ended_ns, cpu_ns, step_cpu_ns, aside_ns, calls)
+                    )
+            if self._every > 1 and not self._open:
+                if timer.on:
                     timer.turn_off()
+                waits = requests.without_token or requests.waiting_for_kv
+                if not (waits or self._overlaps):
+                    self._leave_update()
             if step_id != self.next_step_id - 1:
                 self._aside_ns += now_ns() - ended_ns
         except Exception:
@@ -332,12 +370,12 @@ class EngineRecorder:
             return
         logger.exception("kvtax: no step records from here on")
         self._gave_up = self._requests.detached = True
+        self._next_recorded = NEVER
         self._timer.stop()
         # What others have wrapped since stays, and goes through here.
         if self._scheduler.schedule == self._timed_schedule:
             put(self._scheduler, "schedule", self._schedule)
-        if self._scheduler.update_from_output == self._timed_update:
-            put(self._scheduler, "update_from_output", self._update)
+        self._leave_update()
 
     def _since_last_clock(self, step_id: int) -> int | None:
         """Return the thread's CPU time since its clock was read last, in ns."""
@@ -358,7 +396,7 @@ class EngineRecorder:
             return None
         return self._thread_cpu_ns - before_ns
 
-    def _append_first(self, step: tuple[Scheduled, Updated | None]) -> None:
+    def _append_first(self, step: Updated | tuple[Scheduled]) -> None:
         """Begin the files, and append the first step."""
         schema = "kvtax.engine_step/1"
         self._file = RecordFile(
@@ -378,9 +416,9 @@ class EngineRecorder:
             **self._timer.header(),
         }
 
-    def _finished(self, step: tuple[Scheduled, Updated | None]) -> EngineStep:
+    def _finished(self, step: Updated | tuple[Scheduled]) -> EngineStep:
         """Make a record, away from the engine's thread."""
-        scheduled, updated = step
+        scheduled, *updated = step
         (
             step_id,
             began_ns,
@@ -400,7 +438,7 @@ class EngineRecorder:
         step_us = update_us = update_cpu_us = step_cpu_us = None
         cost = wrapper_cost()
         schedule_ns = ended_ns - began_ns - cost.of(calls, began_ns, ended_ns)
-        if updated is not None:
+        if updated:
             update_ns, updated_ns, update_cpu_ns, step_cpu_ns, until_ns, more = updated
             if more:
                 calls = (*calls, *more)
@@ -465,7 +503,7 @@ def _cache_of(pool: Any) -> Callable[[Any], Any]:
 
 
 def _prefill_tokens(
-    requests: dict[str, Any], scheduled: dict[str, int], tokens: int, begun: list[str]
+    requests: dict[str, Any], scheduled: dict[str, int], tokens: int, begun: set[str]
 ) -> int:
     """Count the tokens of this step that belong to prompts.
 
@@ -473,7 +511,7 @@ def _prefill_tokens(
     most steps, nobody looks at these.
     """
     prefill_tokens, more = 0, tokens - len(scheduled)
-    for req_id in {*begun}:
+    for req_id in begun:
         count = scheduled.get(req_id, 0)
         if count and _is_prefill(requests[req_id], count):
             prefill_tokens += count

@@ -12,7 +12,6 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any
 
@@ -58,12 +57,14 @@ put = object.__setattr__
 class RequestRecorder:
     """Recorder of a scheduler's requests, in the engine's one thread.
 
-    A step costs a few checks. Only requests that wait for their first token, or that
-    start, stop or finish in the step, are looked at.
+    A step costs a few checks. Only requests that wait for their first token or for KV,
+    or that start, stop or finish in the step, are looked at.
     """
 
     __slots__ = (
+        "_add",
         "_file",
+        "_free",
         "_key",
         "_life",
         "_open",
@@ -71,6 +72,7 @@ class RequestRecorder:
         "_scheduler",
         "detached",
         "step_id",
+        "waiting_for_kv",
         "with_external_kv",
         "without_token",
     )
@@ -87,42 +89,40 @@ class RequestRecorder:
         self.without_token: dict[str, Any] = {}
         # Requests that got blocks for the connector's KV in this step, and when.
         self.with_external_kv: list[tuple[Any, int]] = []
-        # The step whose update runs.
+        # Requests whose KV has not come yet.
+        self.waiting_for_kv: set[str] = set()
+        # The step that was scheduled or updated last.
         self.step_id: int | None = None
         if hasattr(scheduler, "add_request") and hasattr(scheduler, "_free_request"):
-            self._watch("add_request", self._add)
-            self._watch("_free_request", self._finish)
+            self._add, self._free = scheduler.add_request, scheduler._free_request
+            put(scheduler, "add_request", self._noted_add)
+            put(scheduler, "_free_request", self._noted_free)
         connector = getattr(scheduler, "connector", None)
         if hasattr(connector, "update_state_after_alloc"):
             self._watch_allocations(connector)
 
-    def note_scheduled(self) -> None:
-        """Note the requests that wait for KV since this step."""
-        for request, t_ns in self.with_external_kv:
-            record = self._open.get(request.request_id)
-            waits = request.status.name == "WAITING_FOR_REMOTE_KVS"
-            if record is not None and waits and len(record.kv_wait_ns or ()) % 2 == 0:
-                record.kv_wait_ns = [*(record.kv_wait_ns or ()), t_ns]
-        self.with_external_kv.clear()
-
-    def note_started(self, step_id: int, scheduler_output: Any) -> None:
-        """Note the requests that a step, whose model has run, began or stopped."""
+    def note_scheduled(self, step_id: int, scheduler_output: Any) -> None:
+        """Note the requests that a step begins, stops, or has wait for KV."""
         for new in scheduler_output.scheduled_new_reqs:
-            request = self._scheduler.requests.get(new.req_id)
-            self._note_first_step(step_id, new.req_id, request)
+            self._note_first_step(step_id, new.req_id)
         for request_id in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
-            self._note_resumed(step_id, request_id)
+            self._note_resumed(step_id, self._open.get(request_id))
         for request_id in scheduler_output.preempted_req_ids or ():
             record = self._open.get(request_id)
             if record is not None:
                 record.preempted_steps = [*(record.preempted_steps or ()), step_id]
+        if self.with_external_kv:
+            self._note_waits()
 
-    def note_received(self, request_ids: Iterable[str]) -> None:
+    def note_received(self, model_runner_output: Any) -> None:
         """Note the requests whose KV has come."""
-        for request_id in request_ids:
-            record = self._open.get(request_id)
-            if record is not None and record.kv_wait_ns and len(record.kv_wait_ns) % 2:
-                record.kv_wait_ns.append(now_ns())
+        transfers = getattr(model_runner_output, "kv_connector_output", None)
+        received = transfers and transfers.finished_recving
+        for request_id in self.waiting_for_kv.intersection(received or ()):
+            self.waiting_for_kv.remove(request_id)
+            waits = self._open[request_id].kv_wait_ns
+            assert waits is not None
+            waits.append(now_ns())
 
     def note_first_tokens(self, step_id: int) -> None:
         """Note the requests that got their first token in the step."""
@@ -130,22 +130,6 @@ class RequestRecorder:
             if request.num_output_tokens:
                 self._open[request_id].first_token_step = step_id
                 del self.without_token[request_id]
-
-    def _watch(self, name: str, first: Callable[[Any], None]) -> None:
-        """Have a method of the scheduler give its request to `first` before it runs."""
-        call = getattr(self._scheduler, name)
-
-        def preceded(request: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                if not self.detached:
-                    first(request)
-            except Exception:
-                self._give_up()
-            if args or kwargs:
-                return call(request, *args, **kwargs)
-            return call(request)
-
-        put(self._scheduler, name, preceded)
 
     def close(self) -> None:
         """Write what is left, and the requests that have not ended."""
@@ -161,6 +145,7 @@ class RequestRecorder:
         self.detached = True
         self._open.clear()
         self.without_token.clear()
+        self.waiting_for_kv.clear()
 
     def _watch_allocations(self, connector: Any) -> None:
         allocated = connector.update_state_after_alloc
@@ -176,47 +161,60 @@ class RequestRecorder:
         # As a bound method, as all wrappers of connectors.
         shadow(connector, MethodType(update_state_after_alloc, connector))
 
-    def _add(self, request: Any) -> None:
-        if self._file is None:
-            self._file = RecordFile(
-                self._life,
-                "engine_request",
-                "kvtax.engine_request/1",
-                self._header,
-                self._finished,
-            )
-        if request.request_id in self._open:
-            # A streaming session adds to a request that runs.
-            return
-        self._open[request.request_id] = RequestRecord(
-            request.request_id,
-            now_ns(),
-            request.num_prompt_tokens,
-            (time.time() - request.arrival_time) * 1e6,
+    def _noted_add(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """Begin the record of a request; a streaming session may have it already."""
+        try:
+            if not self.detached and request.request_id not in self._open:
+                if self._file is None:
+                    self._file = self._begin_file()
+                self._open[request.request_id] = RequestRecord(
+                    request.request_id,
+                    now_ns(),
+                    request.num_prompt_tokens,
+                    (time.time() - request.arrival_time) * 1e6,
+                )
+        except Exception:
+            self._give_up()
+        if args or kwargs:
+            return self._add(request, *args, **kwargs)
+        return self._add(request)
+
+    def _noted_free(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """End the record of a request, in a step or between two."""
+        try:
+            request_id = request.request_id
+            record = None if self.detached else self._open.pop(request_id, None)
+            if record is not None and self._file is not None:
+                record.finished_ns = now_ns()
+                record.last_step = self.step_id
+                record.output_tokens = request.num_output_tokens
+                record.preemptions = request.num_preemptions
+                record.finish_reason = request.get_finished_reason()
+                self.waiting_for_kv.discard(request_id)
+                waited = self.without_token.pop(request_id, None) is not None
+                if waited and record.output_tokens:
+                    record.first_token_step = self.step_id
+                self._file.append(record)
+        except Exception:
+            self._give_up()
+        if args or kwargs:
+            return self._free(request, *args, **kwargs)
+        return self._free(request)
+
+    def _begin_file(self) -> RecordFile:
+        schema = "kvtax.engine_request/1"
+        return RecordFile(
+            self._life, "engine_request", schema, self._header, self._finished
         )
 
-    def _finish(self, request: Any) -> None:
-        """End the record of a request, in a step or between two."""
-        record = self._open.pop(request.request_id, None)
-        if record is None or self._file is None:
-            return
-        record.finished_ns = now_ns()
-        record.last_step = self.step_id
-        record.output_tokens = request.num_output_tokens
-        record.preemptions = request.num_preemptions
-        record.finish_reason = request.get_finished_reason()
-        waited = self.without_token.pop(request.request_id, None) is not None
-        if waited and record.output_tokens:
-            record.first_token_step = self.step_id
-        self._file.append(record)
-
-    def _note_first_step(self, step_id: int, request_id: str, request: Any) -> None:
+    def _note_first_step(self, step_id: int, request_id: str) -> None:
         record = self._open.get(request_id)
+        request = self._scheduler.requests.get(request_id)
         if record is None or request is None:
             return
         if record.first_step is not None:
             # The V2 model runner gets a resumed request as a new one.
-            self._note_resumed(step_id, request_id)
+            self._note_resumed(step_id, record)
             return
         record.first_step = step_id
         self.without_token[request_id] = request
@@ -229,12 +227,21 @@ class RequestRecorder:
             record.external_tokens = request.num_external_computed_tokens
             record.cached_tokens = request.num_cached_tokens - record.external_tokens
 
-    def _note_resumed(self, step_id: int, request_id: str) -> None:
-        record = self._open.get(request_id)
-        if record is None or record.preempted_steps is None:
-            return
-        if len(record.preempted_steps) % 2:
-            record.preempted_steps.append(step_id)
+    def _note_resumed(self, step_id: int, record: RequestRecord | None) -> None:
+        steps = record.preempted_steps if record is not None else None
+        if steps is not None and len(steps) % 2:
+            steps.append(step_id)
+
+    def _note_waits(self) -> None:
+        """Note the requests that got blocks in this step and wait for their KV."""
+        for request, t_ns in self.with_external_kv:
+            request_id = request.request_id
+            record = self._open.get(request_id)
+            waits = request.status.name == "WAITING_FOR_REMOTE_KVS"
+            if record is not None and waits and request_id not in self.waiting_for_kv:
+                self.waiting_for_kv.add(request_id)
+                record.kv_wait_ns = [*(record.kv_wait_ns or ()), t_ns]
+        self.with_external_kv.clear()
 
     def _header(self) -> dict[str, Any]:
         """Return the header's fields of ids, and write their key beside the file."""
@@ -251,6 +258,9 @@ class RequestRecorder:
             record.before_engine_us = max(record.before_engine_us, 0.0)
         if record.finish_reason is not None:
             record.finish_reason = str(record.finish_reason)
+            if record.finish_reason == "abort":
+                # Between two steps.
+                record.last_step = None
         return record
 
     def _name(self, request_id: str) -> str:

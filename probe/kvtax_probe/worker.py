@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -50,6 +51,7 @@ class WorkerRecorder:
     """Recorder of one worker's steps, in the thread that executes its model."""
 
     __slots__ = (
+        "_append",
         "_began_ns",
         "_draw",
         "_fields",
@@ -74,6 +76,8 @@ class WorkerRecorder:
         # Steps since methods are known to be called often, and those drawn of them.
         self._steps, self._draw = 0, Draw(CPU_EVERY)
         self._file: RecordFile | None = None
+        # That of the file, from the first step on.
+        self._append: Callable[[Executed], None]
         self._life = ""
         self._step_id: int | None = None
         self._began_ns = 0
@@ -87,11 +91,11 @@ class WorkerRecorder:
         """End the step before and begin one; none if there is no output."""
         # The V2 model runner finishes a step in sample_tokens(), so only the next step
         # tells that this one is complete.
-        timer, step_id, file = self._timer, self._step_id, self._file
+        timer, step_id = self._timer, self._step_id
         if timer.on:
             calls = timer.take() if timer.calls or timer.frequent else ()
-            if step_id is not None and file is not None:
-                file.append((step_id, self._began_ns, self.ended_ns, calls))
+            if step_id is not None:
+                self._append((step_id, self._began_ns, self.ended_ns, calls))
                 self._step_id = None
         life = getattr(scheduler_output, "records_life", None)
         if life is None:
@@ -103,7 +107,8 @@ class WorkerRecorder:
         self.is_idle = False
         if life != self._life:
             self._begin_file(life)
-        timer.work_in(get_ident())
+        if timer.thread != (thread := get_ident()):
+            timer.work_in(thread)
         if not timer.on:
             timer.turn_on()
         if timer.frequent:
@@ -131,6 +136,7 @@ class WorkerRecorder:
         name = f"worker_step.r{self._rank}"
         schema = "kvtax.worker_step/1"
         self._file = RecordFile(life, name, schema, self._header, self._finished)
+        self._append = self._file.append
 
     def _header(self) -> dict[str, Any]:
         return {

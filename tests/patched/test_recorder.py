@@ -332,9 +332,10 @@ def broken(recorder, *arguments):
 
 FAULTS = [
     "worker.WorkerRecorder._begin_file",
-    "requests.RequestRecorder._add",
-    "requests.RequestRecorder._finish",
-    "requests.RequestRecorder.note_started",
+    "requests.RequestRecorder._begin_file",
+    "requests.RequestRecorder.note_scheduled",
+    "requests.RequestRecorder.note_first_tokens",
+    "requests.RequestRecord",
     "engine._prefill_tokens",
     "engine.EngineRecorder._append_first",
     "connector.ConnectorTimer.take",

@@ -109,7 +109,7 @@ def test_public_methods_are_timed_and_nothing_else(calls, connector):
     own = {"tell", "tell_all", "later", "again", "of_the_class"}
     own |= {"build_connector_meta"}
     assert set(calls.methods) == own
-    assert set(vars(connector)) == own | {"told"}
+    assert set(vars(connector)) == own | {"heard"}
     assert not calls.not_timed
     # Its other methods are vLLM's, or return at once.
     constant = {"constant", "of_nobody", "wait_for_save", "start_load_kv"}
@@ -206,7 +206,7 @@ class Unusual(Connector):
         self.get_finished = functools.partial(self.tell, "finished")
 
     def __setattr__(self, name, value):
-        if name not in ("told", "get_finished"):
+        if name not in ("heard", "get_finished"):
             raise AttributeError(name)
         super().__setattr__(name, value)
 
@@ -359,7 +359,7 @@ def test_no_wrapper_is_on_in_a_step_that_is_not_recorded(calls):
     own = connector.get_finished
     calls.wrap(connector)
     calls.turn_off()
-    assert vars(connector) == {"told": [], "get_finished": own}
+    assert vars(connector) == {"heard": [], "get_finished": own}
     connector.tell("a")
     calls.turn_on()
     connector.tell("b")
@@ -404,7 +404,7 @@ def test_a_shallow_copy_has_its_own_state_and_nothing_in_it_is_timed(calls, conn
     other.heard = []
     other.tell("to the copy")
     assert (other.heard, connector.heard) == (["to the copy"], [])
-    assert set(vars(other)) == {"told"}
+    assert set(vars(other)) == {"heard"}
     assert taken(calls).connector_calls == {}
 
 
@@ -415,7 +415,7 @@ def test_a_copy_has_the_callables_that_the_instance_had(calls):
     assert copy.copy(connector).get_finished is own
     other = pickle.loads(pickle.dumps(connector))
     assert (other.get_finished(), other.heard) == (1, ["finished"])
-    assert set(vars(other)) == {"told", "get_finished"}
+    assert set(vars(other)) == {"heard", "get_finished"}
 
 
 def test_what_took_the_place_of_a_method_stays(calls, connector):
