@@ -39,6 +39,7 @@ lint: setup ## ruff, mypy; committed results against their inputs; names and tex
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
 	$(python) -m mypy
+	$(python) -m mypy --explicit-package-bases $$(git ls-files 'patches/*.py')
 	$(python) -m tools.inputs
 	$(python) -m tools.style
 

@@ -190,7 +190,8 @@ def usable_bytes(memory_bytes: int) -> int:
 
 def kv_bytes_per_token_and_layer(config: dict[str, Any]) -> int:
     """Keys and values of all KV heads."""
-    return 2 * config["num_key_value_heads"] * head_values(config) * BYTES_PER_VALUE
+    heads: int = config["num_key_value_heads"]
+    return 2 * heads * head_values(config) * BYTES_PER_VALUE
 
 
 def layer_bytes(config: dict[str, Any]) -> int:
@@ -202,16 +203,17 @@ def layer_bytes(config: dict[str, Any]) -> int:
         mlp = experts * (3 * hidden * config["moe_intermediate_size"] + hidden)
     else:
         mlp = 3 * hidden * config["intermediate_size"]
-    return (attention + mlp) * BYTES_PER_VALUE
+    return int((attention + mlp) * BYTES_PER_VALUE)
 
 
 def embedding_bytes(config: dict[str, Any]) -> int:
     """Weights outside of the layers: the embedding, and the head if it is another."""
     tables = 1 if config.get("tie_word_embeddings") else 2
-    return tables * config["vocab_size"] * config["hidden_size"] * BYTES_PER_VALUE
+    values = config["vocab_size"] * config["hidden_size"]
+    return int(tables * values * BYTES_PER_VALUE)
 
 
 def head_values(config: dict[str, Any]) -> int:
     """Values per attention head."""
     computed = config["hidden_size"] // config["num_attention_heads"]
-    return config.get("head_dim") or computed
+    return int(config.get("head_dim") or computed)

@@ -70,13 +70,13 @@ def _connector(config: str) -> str:
 
 def _begin_ns(steps: Path, first: int) -> int:
     records = map(json.loads, steps.read_text().splitlines()[1:])
-    return next(step["t_ns"] for step in records if step["step_id"] >= first)
+    return int(next(step["t_ns"] for step in records if step["step_id"] >= first))
 
 
 def _within(record: dict[str, Any], first: int, end: int) -> bool:
     if "step_id" in record:
-        return first <= record["step_id"] < end
-    return first <= record["first_step"] and record["last_step"] < end
+        return bool(first <= record["step_id"] < end)
+    return bool(first <= record["first_step"] and record["last_step"] < end)
 
 
 def _moved(record: dict[str, Any], ns: int) -> dict[str, Any]:

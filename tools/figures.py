@@ -281,7 +281,8 @@ def _text(value: Any, spec: str) -> str:
 
 def sweep() -> dict[str, Any]:
     """Read the committed sweep."""
-    return json.loads((REPOSITORY / "per_config.json").read_text())
+    document: dict[str, Any] = json.loads((REPOSITORY / "per_config.json").read_text())
+    return document
 
 
 def main() -> int:

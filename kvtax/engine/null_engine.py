@@ -82,7 +82,7 @@ class NullEngine:
             str(next(self._ids)), prompt, output_tokens, kv_transfer_params, time.time()
         )
         self.core.add_request(*self.core.preprocess_add_request(request))
-        return request.request_id
+        return str(request.request_id)
 
     def run_to_end(self) -> None:
         """Step until nothing is left to do."""

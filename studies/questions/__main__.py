@@ -96,7 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
 def read_result(file: Path = RESULT) -> dict[str, Any]:
     """Read the committed result. Raises RecordsError."""
     try:
-        document = msgspec.json.decode(gzip.decompress(file.read_bytes()))
+        content = gzip.decompress(file.read_bytes())
+        document: dict[str, Any] = msgspec.json.decode(content)
         answers_of(document)
     except (OSError, EOFError, msgspec.MsgspecError, AttributeError) as error:
         raise RecordsError(

@@ -218,7 +218,9 @@ def simulated_rows(replay: Path, thousand: Path) -> dict[str, list[Row]]:
 
 def sections_now() -> dict[str, list[Row]]:
     """Return the committed simulated rows, and those of today's sweeps."""
-    simulated = committed("reference_study", "rows", dict[str, list[Row]])
+    simulated: dict[str, list[Row]] = committed(
+        "reference_study", "rows", dict[str, list[Row]]
+    )
     return simulated | {
         STEPS.title: [*_steps()],
         FRAMEWORK_PART.title: [*_framework()],

@@ -177,7 +177,7 @@ def sum_within(session: NDArray[Any], values: NDArray[Any]) -> NDArray[Any]:
     first = firsts(session)
     sums = np.cumsum(values)
     before = sums[first] - values[first]
-    return sums - np.repeat(before, np.diff(np.append(first, len(session))))
+    return np.asarray(sums - np.repeat(before, np.diff(np.append(first, len(session)))))
 
 
 def _begins_s(rng: np.random.Generator, counts: NDArray[Any]) -> NDArray[Any]:
@@ -208,7 +208,7 @@ def _growing(
     steps = _evenly(rng, STEP_TOKENS, group.turns - 1)
     way = np.append(0, np.cumsum(steps)) / steps.sum()
     way **= _power(way, group.mean_growth)
-    return np.rint(begin + (end - begin) * way).astype(np.int64)
+    return np.asarray(np.rint(begin + (end - begin) * way), np.int64)
 
 
 def _power(way: NDArray[Any], mean: float) -> float:
@@ -222,13 +222,13 @@ def _power(way: NDArray[Any], mean: float) -> float:
 
 def _evenly(rng: np.random.Generator, points: Points, count: int) -> NDArray[Any]:
     """Spread lengths evenly over the quantiles, in an order by chance."""
-    return np.rint(log_linear(points, _places(rng, count))).astype(np.int64)
+    return np.asarray(np.rint(log_linear(points, _places(rng, count))), np.int64)
 
 
 def log_linear(points: Points, at: NDArray[Any]) -> NDArray[Any]:
     """Interpolate the quantile function through (share, value), log-linearly."""
     shares, values = zip(*points, strict=True)
-    return np.exp(np.interp(at, shares, np.log(values)))
+    return np.asarray(np.exp(np.interp(at, shares, np.log(values))))
 
 
 def _places(rng: np.random.Generator, count: int) -> NDArray[Any]:

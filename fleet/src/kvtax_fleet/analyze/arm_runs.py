@@ -59,7 +59,7 @@ def read_run(run_dir: Path) -> list[ArmRun]:
     return sorted(runs, key=_place)
 
 
-def _place(run: ArmRun) -> tuple:
+def _place(run: ArmRun) -> tuple[object, ...]:
     info = run.info
     return info.concurrency or 0, info.arm != info.baseline, info.arm, info.repeat
 

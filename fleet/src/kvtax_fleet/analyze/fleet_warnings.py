@@ -132,7 +132,7 @@ def _of_requests(requests: pl.DataFrame) -> Iterator[Fault]:
 
 
 def _share(part: pl.Series, whole: pl.Series) -> float:
-    return sum(part.to_list()) / max(sum(whole.to_list()), 1)
+    return float(sum(part.to_list()) / max(sum(whole.to_list()), 1))
 
 
 def _of_tokens(requests: pl.DataFrame) -> Iterator[Fault]:

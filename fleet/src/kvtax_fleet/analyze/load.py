@@ -53,7 +53,7 @@ class Steps:
         area = np.concatenate([[0.0], np.cumsum(column[:-1] * self.held_ns[:-1])])
 
         def until(at_ns: Ints) -> Floats:
-            return np.interp(at_ns, self.at_ns, area)
+            return np.asarray(np.interp(at_ns, self.at_ns, area))
 
         return (until(end_ns) - until(start_ns)) / (end_ns - start_ns)
 

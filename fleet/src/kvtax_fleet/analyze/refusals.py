@@ -127,5 +127,5 @@ def _totals(runs: list[ArmRun]) -> list[str]:
     return reasons
 
 
-def _listed(values: set) -> str:
+def _listed(values: set[object]) -> str:
     return ", ".join(sorted(map(str, values)))

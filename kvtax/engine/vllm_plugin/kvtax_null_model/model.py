@@ -88,9 +88,9 @@ class NullForCausalLM(nn.Module):
         self,
         input_ids: torch.Tensor | None,
         positions: torch.Tensor,
-        intermediate_tensors=None,
+        intermediate_tensors: object = None,
         inputs_embeds: torch.Tensor | None = None,
-        **kwargs,
+        **kwargs: object,
     ) -> torch.Tensor:
         self.transfer_layers()
         if self.simulated is not None:
@@ -101,7 +101,7 @@ class NullForCausalLM(nn.Module):
         """Make the connector's calls of each layer."""
         # A list only where a batch is run in halves, which the null model's is not.
         attn_metadata: dict[str, AttentionMetadata] | None
-        attn_metadata = get_forward_context().attn_metadata  # type: ignore[assignment]
+        attn_metadata = get_forward_context().attn_metadata
         if attn_metadata is not None:
             shared = attn_metadata[self.layer_names[0]]
             attn_metadata |= dict.fromkeys(self.layer_names, shared)
