@@ -142,7 +142,7 @@ def test_each_door_answers_in_its_first_section():
     readme = (REPOSITORY / "README.md").read_text()
     before, _, doors = readme.partition("## Four doors")
     assert "##" not in before
-    rows = re.findall(r"^\| \*\*.*$", doors.partition("## ")[0], re.MULTILINE)
+    rows = re.findall(r"^\*\*.*$", doors.partition("## ")[0], re.MULTILINE)
     pages = [re.search(r"\]\((.+?)\)", row)[1] for row in rows]
     assert len(pages) == 4
     words = {
