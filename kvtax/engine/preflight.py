@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import os
+import resource
 import shutil
 import subprocess
 import time
@@ -28,6 +29,8 @@ MIN_MEMORY_GIB = 5.0
 # Each server beside the first: 1.9 GiB at their peak where that was measured.
 FURTHER_SERVER_GIB = 2.5
 MIN_DISK_GIB = 2.0
+# The usual soft limit, which every run so far had; with 64 vLLM does not start.
+MIN_OPEN_FILES = 1024
 SURVIVOR_DEADLINE_S = 60.0
 # The first Mooncake that reports no write over TCP done whose bytes are under way. Of
 # writes by 0.3.10 to 0.3.11.post1 96 % were (747 of 780), of later ones none of 520.
@@ -85,6 +88,12 @@ def resource_problems(
         yield (
             f"{memory_gib:.1f} GiB of memory available where {servers} server(s) at "
             f"once need {needed_gib:.1f}: free some, or start fewer"
+        )
+    _, open_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= open_files < MIN_OPEN_FILES:
+        yield (
+            f"a process may have {open_files} open files, a server and its driver need "
+            f"{MIN_OPEN_FILES:,}: raise the hard limit (ulimit -Hn)"
         )
     disk_gib = shutil.disk_usage(Path.cwd()).free / 2**30
     if disk_gib < MIN_DISK_GIB:

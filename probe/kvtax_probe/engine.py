@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from .connector import Calls, fill, timer_of, wrapper_cost
+from .connector import fill, timer_of, wrapper_cost
 from .draw import Draw
 from .files import RecordFile, at_exit, new_life
 from .requests import RequestRecorder, put
@@ -62,7 +62,8 @@ class EngineStep(msgspec.Struct, omit_defaults=True, gc=False):
 Scheduled = tuple[Any, ...]
 # A step that is scheduled, and its update: when that began and ended, its CPU time and
 # that of the whole step, the time spent aside until then, and the calls of the update.
-Updated = tuple[Scheduled, int, int, int, "int | None", int, Calls]
+# A step that was never updated has the first alone.
+Updated = tuple[Any, ...]
 # No step.
 NEVER = -2
 # The CPU clock is read after each step that took longer.
@@ -396,7 +397,7 @@ class EngineRecorder:
             return None
         return self._thread_cpu_ns - before_ns
 
-    def _append_first(self, step: Updated | tuple[Scheduled]) -> None:
+    def _append_first(self, step: Updated) -> None:
         """Begin the files, and append the first step."""
         schema = "kvtax.engine_step/1"
         self._file = RecordFile(
@@ -416,9 +417,10 @@ class EngineRecorder:
             **self._timer.header(),
         }
 
-    def _finished(self, step: Updated | tuple[Scheduled]) -> EngineStep:
+    def _finished(self, step: Updated) -> EngineStep:
         """Make a record, away from the engine's thread."""
-        scheduled, *updated = step
+        scheduled: Scheduled = step[0]
+        updated = step[1:]
         (
             step_id,
             began_ns,

@@ -40,6 +40,12 @@ def test_a_mooncake_without_that_race_is_accepted(version):
     preflight.check_connector(load_connector("mooncake_both"), with_mooncake(version))
 
 
+def test_few_open_files_are_refused_before_a_server_starts(monkeypatch):
+    monkeypatch.setattr(preflight.resource, "getrlimit", lambda _: (64, 64))
+    problems = preflight.resource_problems(load_profile("cpu"))
+    assert any("64 open files" in problem for problem in problems)
+
+
 def test_a_connector_whose_package_is_missing_is_refused_by_name():
     wanting = Connector(summary="", patches=[], package="no_such_one")
     with pytest.raises(PreflightError, match="no_such_one is not installed"):

@@ -112,6 +112,19 @@ def said_of(file: RecordFile, logged: list[str]) -> list[str]:
     return [message for message in logged if str(file.path) in message]
 
 
+def test_a_forked_child_writes_no_record_of_its_parent(place):
+    file = written(5)
+    file.append(Record(5, 10**15, schedule_us=1.5))
+    if not (pid := os.fork()):
+        file.append(Record(6, 10**15, schedule_us=1.5))
+        file.flush()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert step_ids(place) == [*range(5)]
+    file.flush()
+    assert step_ids(place) == [*range(6)]
+
+
 def test_a_disk_that_is_full_at_a_new_file_leaves_the_records(
     place, monkeypatch, logged
 ):
