@@ -31,8 +31,6 @@ READERS = [
         connector="mooncake",
         bootstrap_url=f"http://h:1{n}",
         direct_read=Address("h", n),
-        kv_events=f"ipc:///{n}",
-        kv_events_replay=f"ipc:///{n}.replay",
         kv_tokens=1,
     )
     for n in (1, 2)

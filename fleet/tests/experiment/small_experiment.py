@@ -101,6 +101,8 @@ def main() -> int:
     with (
         mock.patch.object(fleet, "launched", launched),
         mock.patch.object(fleet, "engine_lags", lambda _: {}),
+        # The stand-ins' fork server stays.
+        mock.patch.object(fleet, "descendants", lambda _: []),
         mock.patch.object(fleet.Workshop, "overlay", lambda *_: (Path(), {})),
         mock.patch.object(executors, "machine_lock", nullcontext),
         mock.patch.object(executors.preflight, "check_machine", lambda *_: None),

@@ -55,17 +55,17 @@ def settings() -> InstanceSettings:
     return read_instance_settings(CONFIGS / "profiles" / "h20-30b-a3b.toml")
 
 
-def spec(connector: str, roles: list[str], kv_events: bool = False) -> FleetSpec:
-    return FleetSpec(settings(), connector, load_connector(connector), roles, kv_events)
+def spec(connector: str, roles: list[str]) -> FleetSpec:
+    return FleetSpec(settings(), connector, load_connector(connector), roles)
 
 
-def launched_as(spec: FleetSpec, folder: Path) -> list[Member]:
-    return members(spec, reserve(len(spec.roles)), assign_gpus(spec), folder)
+def launched_as(spec: FleetSpec) -> list[Member]:
+    return members(spec, reserve(len(spec.roles)), assign_gpus(spec))
 
 
 def servers_of(spec: FleetSpec, folder: Path) -> list[ServerSpec]:
     """What each instance is told."""
-    made = launched_as(spec, folder)
+    made = launched_as(spec)
     return [server_of(spec, member, folder, folder, folder) for member in made]
 
 
@@ -108,9 +108,9 @@ def test_a_fleet_without_memory_for_it_is_refused_before_anything_starts(
 
 @pytest.mark.parametrize("connector", CONNECTORS)
 def test_instances_of_one_connector_differ_where_they_must(connector, tmp_path):
-    spec_of_two = spec(connector, ["both", "both"], kv_events=True)
-    made = [member.instance for member in launched_as(spec_of_two, tmp_path)]
-    for field in ("name", "url", "bootstrap_url", "direct_read", "kv_events"):
+    spec_of_two = spec(connector, ["both", "both"])
+    made = [member.instance for member in launched_as(spec_of_two)]
+    for field in ("name", "url", "bootstrap_url", "direct_read"):
         first, second = (getattr(each, field) for each in made)
         assert first != second or first is None, field
     assert {each.connector for each in made} == {spec_of_two.connector.transfer}
@@ -133,14 +133,14 @@ def test_direct_read_keeps_what_its_config_says_and_listens_where_it_is_named(tm
     (server,) = servers_of(of_one, tmp_path)
     extra = transfer_config(server)["kv_connector_extra_config"]
     assert extra["mooncake_protocol"] == "tcp"
-    (member,) = launched_as(of_one, tmp_path)
+    (member,) = launched_as(of_one)
     assert member.instance.direct_read.port == member.ports.direct_read
     assert server.env["DIRECT_READ_PORT"] == str(server.ports.direct_read)
 
 
 def test_a_decode_instance_has_no_bootstrap_server(tmp_path):
     of_three = spec("mooncake_both", ["both", "prefill", "decode"])
-    made = [member.instance for member in launched_as(of_three, tmp_path)]
+    made = [member.instance for member in launched_as(of_three)]
     assert [each.bootstrap_url is None for each in made] == [False, False, True]
 
 
@@ -150,16 +150,8 @@ def test_roles_need_a_connector_that_moves_kv(connector, tmp_path):
         servers_of(spec(connector, ["prefill"]), tmp_path)
 
 
-def test_events_are_published_only_where_asked_for(tmp_path):
-    (quiet,) = servers_of(spec("plain", ["both"]), tmp_path)
-    (loud,) = servers_of(spec("plain", ["both"], kv_events=True), tmp_path)
-    assert "--kv-events-config" not in quiet.argv
-    events = json.loads(loud.argv[loud.argv.index("--kv-events-config") + 1])
-    assert events["enable_kv_cache_events"] is True
-
-
 def test_an_instance_listens_on_loopback_unless_told_otherwise(tmp_path):
-    (server,) = servers_of(spec("nixl_both", ["both"], kv_events=True), tmp_path)
+    (server,) = servers_of(spec("nixl_both", ["both"]), tmp_path)
     assert server.argv[server.argv.index("--host") + 1] == "127.0.0.1"
     assert server.env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "127.0.0.1"
     assert "tcp://" not in str(server.argv)
@@ -222,15 +214,6 @@ def test_workers_and_engines_are_told_to_vllm_and_one_of_each_is_not(tmp_path):
     # Engines that look for a port from the same one on at the same time find the same.
     assert "VLLM_PORT" in alone.env
     assert "VLLM_PORT" not in server.env
-
-
-def test_events_of_several_engines_in_one_instance_are_refused(tmp_path):
-    changed = msgspec.structs.replace(settings(), data_parallel=2)
-    many = dataclasses.replace(
-        spec("plain", ["both"], kv_events=True), settings=changed
-    )
-    with pytest.raises(SpecError, match="an instance for each engine"):
-        servers_of(many, tmp_path)
 
 
 def test_the_number_of_blocks_is_left_to_vllm_where_none_is_given(tmp_path):

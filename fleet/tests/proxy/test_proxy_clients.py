@@ -41,9 +41,8 @@ def test_names_and_blanks_take_little_memory(two, tmp_path):
         for _ in range(8):
             post(on.url, blanks)
         assert resident_bytes(on.process.pid) - before < 64 * MIB
-        assert max(
-            each["cache"]["mirror_tokens"] for each in on.instances().values()
-        ) > (4 * MIB / 2048 * 64)
+        mirrored = [each["cache"]["mirror_tokens"] for each in on.instances().values()]
+        assert max(mirrored) < 1_000, "blanks count as tokens"
         assert len(on.get("/decisions?n=1000").body) < MIB
 
 

@@ -86,7 +86,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
             wait_ready([server])
             replay(server.instance.url, trace, vocab_size, folder / "replay.jsonl")
         theirs = server.folder
-        (member,) = members(spec, staggered(FIRST, 1), [[]], folder)
+        (member,) = members(spec, staggered(FIRST, 1), [[]])
         overlay, model = workshop.overlay(spec)[0], workshop.checkpoint(spec.settings)
         told = server_of(spec, member, overlay, model.folder, folder)
         plan = folder / "told.json"

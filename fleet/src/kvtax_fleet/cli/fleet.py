@@ -111,9 +111,6 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
         help="a config of configs/connectors/ (default: plain)",
     )
     parser.add_argument(
-        "--kv-events", action="store_true", help="publish KV cache events over ZMQ"
-    )
-    parser.add_argument(
         "--time-factor",
         type=number(0),
         default=1.0,

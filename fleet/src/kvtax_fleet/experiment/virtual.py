@@ -189,7 +189,7 @@ def _cell(
 ) -> tuple[Cell, dict[str, str]]:
     run = planned_run.run
     # No socket gets the events.
-    wanted = replace(experiment.fleet_spec(run.arm), kv_events=False)
+    wanted = experiment.fleet_spec(run.arm)
     events = EVENTS if run.arm.cache_state == "exact" else []
     forward = wanted.settings.forward
     assert forward is not None
@@ -202,7 +202,7 @@ def _cell(
         member.instance: server_of(
             wanted, member, overlay, model.folder, workshop.folder
         )
-        for member in members(wanted, ports, no_gpus, workshop.folder)
+        for member in members(wanted, ports, no_gpus)
     }
     cell = Cell(
         folder=str(planned_run.folder),

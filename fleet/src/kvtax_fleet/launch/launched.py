@@ -7,7 +7,6 @@ import argparse
 import datetime
 import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -111,16 +110,14 @@ def launched(
 
     Leaving the context stops them all. Raises SpecError, PortsError.
     """
-    sockets = Path(tempfile.mkdtemp(prefix="kvtax-events-"))
     started: list[LaunchedInstance] = []
     try:
         ports = reserve(len(spec.roles), base_port)
-        for member in members(spec, ports, assign_gpus(spec), sockets):
+        for member in members(spec, ports, assign_gpus(spec)):
             started.append(_start(spec, workshop, folder, member))
         yield started
     finally:
         stop(started)
-        shutil.rmtree(sockets, ignore_errors=True)
 
 
 def _start(
@@ -281,7 +278,7 @@ def _spec(arguments: argparse.Namespace) -> FleetSpec:
             raise SpecError(f"--roles: there is no role {unknown.pop()!r}")
         roles = [ROLES[name] for name in named]
     name = arguments.connector or DEFAULT_CONNECTOR
-    return FleetSpec(settings, name, load_connector(name), roles, arguments.kv_events)
+    return FleetSpec(settings, name, load_connector(name), roles)
 
 
 def _new_folder() -> Path:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,8 +20,6 @@ KV_ROLES: dict[Role, str] = {
     "prefill": "kv_producer",
     "decode": "kv_consumer",
 }
-# vLLM before 0.30 takes a seed for its block hashes that nobody knows, but for this.
-HASH_SEED = "0"
 # Transfers with which one instance may prefill and another decode.
 HANDED_OVER = ("mooncake", "nixl")
 
@@ -41,7 +38,6 @@ class FleetSpec:
     connector_name: str
     connector: Connector
     roles: list[Role] = field(default_factory=lambda: ["both"])
-    kv_events: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,35 +49,24 @@ class Member:
     gpus: list[int]
 
 
-def members(
-    spec: FleetSpec, ports: list[Ports], gpus: list[list[int]], sockets: Path
-) -> list[Member]:
-    """Make a member for each role; ZMQ's sockets are in the folder `sockets`.
+def members(spec: FleetSpec, ports: list[Ports], gpus: list[list[int]]) -> list[Member]:
+    """Make a member for each role.
 
     Raises SpecError as check_spec does.
     """
     check_spec(spec)
     return [
-        Member(_instance(spec, index, own, sockets), own, gpus[index])
+        Member(_instance(spec, index, own), own, gpus[index])
         for index, own in enumerate(ports)
     ]
 
 
 def check_spec(spec: FleetSpec) -> None:
-    """Raise SpecError if the connector cannot be launched, or in one of the roles.
-
-    Or if events are wanted of an instance with several KV caches.
-    """
+    """Raise SpecError if the connector cannot be launched, or in one of the roles."""
     if needs_company(spec.connector):
         raise SpecError(
             f"{spec.connector_name} needs a companion, or a folder of its own: only "
             "the sweep and the observatory give it those"
-        )
-    if spec.kv_events and spec.settings.data_parallel > 1:
-        raise SpecError(
-            "KV events are wanted of instances with `data_parallel` engines, each with "
-            "a KV cache of its own: start an instance for each engine, or list engines "
-            "that run already, by `data_parallel_rank`, in an instances file"
         )
     for role in spec.roles:
         if role != "both" and spec.connector.transfer not in HANDED_OVER:
@@ -92,14 +77,13 @@ def check_spec(spec: FleetSpec) -> None:
             )
 
 
-def _instance(spec: FleetSpec, index: int, ports: Ports, sockets: Path) -> Instance:
+def _instance(spec: FleetSpec, index: int, ports: Ports) -> Instance:
     transfer = spec.connector.transfer
     role = spec.roles[index]
     bootstrap = f"http://{LOOPBACK}:{ports.bootstrap}"
     # Only an instance that sends KV has a bootstrap server.
     bootstraps = transfer == "mooncake" and role != "decode"
     side = Address(LOOPBACK, ports.direct_read)
-    events = f"ipc://{sockets}/{index}"
     return Instance(
         name=f"i{index}",
         url=f"http://{LOOPBACK}:{ports.http}",
@@ -107,8 +91,6 @@ def _instance(spec: FleetSpec, index: int, ports: Ports, sockets: Path) -> Insta
         connector=transfer,
         bootstrap_url=bootstrap if bootstraps else None,
         direct_read=side if transfer == "direct_read" else None,
-        kv_events=events if spec.kv_events else None,
-        kv_events_replay=f"{events}.replay" if spec.kv_events else None,
         block_tokens=spec.settings.block_size,
         kv_tokens=_kv_tokens(spec.settings),
     )
@@ -153,22 +135,12 @@ def server_of(
         overlay=overlay,
         ports=member.ports,
     )
-    made = member.instance
-    arguments = ["--enable-prompt-tokens-details"]
-    if made.kv_events:
-        events = {
-            "enable_kv_cache_events": True,
-            "publisher": "zmq",
-            "endpoint": made.kv_events,
-            "replay_endpoint": made.kv_events_replay,
-        }
-        arguments += ["--kv-events-config", json.dumps(events)]
-    env = {"PYTHONHASHSEED": HASH_SEED} if made.kv_events else {}
+    env: dict[str, str] = {}
     if member.gpus:
         # Numbered as nvidia-smi numbers them.
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, member.gpus))
-    return server.with_options(*arguments, **env)
+    return server.with_options("--enable-prompt-tokens-details", **env)
 
 
 def assign_gpus(spec: FleetSpec) -> list[list[int]]:

@@ -188,7 +188,8 @@ class _Connection(RequestHandler):
             self._bad.note(self._loop.time())
         else:
             log.error("a request could not be handled", exc_info=exc)
-        response = error_response(Failure(status, None, "the request is no HTTP"))
+        why = "the request is no HTTP" if status == 400 else "the proxy failed"
+        response = error_response(Failure(status, None, why))
         response.force_close()
         return response
 

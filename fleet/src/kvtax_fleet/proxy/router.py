@@ -24,7 +24,7 @@ from kvtax_fleet.records.decisions import Candidate, DecisionEnd, Snapshot
 from kvtax_fleet.records.instances import Instance
 
 # Tokens for which a piece counts at least, 16 bytes each: pieces take memory, and a
-# client may write blanks between few tokens.
+# client may write an id with any number of digits.
 MIN_PIECE_TOKENS = PIECE_BYTES // 16
 
 

@@ -278,8 +278,7 @@ class HttpUpstream:
             by_rank = msgspec.json.decode(ranks, type=dict[str, _Rank])
             return by_rank[str(instance.data_parallel_rank or 0)].engine_id
         except (aiohttp.ClientError, OSError) as error:
-            name = None if _is_own(error) else instance.name
-            raise Lost(502, name, f"{url}: {_named(error)}") from error
+            raise Failure(502, instance.name, f"{url}: {_named(error)}") from error
         except (msgspec.DecodeError, KeyError) as error:
             why = f"{url}: no engine id: {error}"
             raise Failure(502, instance.name, why) from None

@@ -2,8 +2,8 @@
 """decisions.jsonl and breakdown.json: what the proxy decided, and its state at the end.
 
 Every request to a completion endpoint has exactly one `end` line. A request that got to
-a decision has a `decision` line before it, two if the first instance could not be
-reached. A killed proxy leaves decisions without ends. Times are CLOCK_MONOTONIC.
+a decision has a `decision` line before it, more if the connection to an instance was
+lost. A killed proxy leaves decisions without ends. Times are CLOCK_MONOTONIC.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ class DecisionRecord(msgspec.Struct, kw_only=True, tag_field="type", tag="decisi
     number: int
     """The proxy's own count. It joins lines even if clients repeat an id."""
     attempt: int
-    """0, or 1 after a refused connection or a suspect's failure: the last counts."""
+    """Counts from 0; another follows where a connection was lost: the last counts."""
     session: str | None
-    """`X-Session-Id`; without it `kvtax/N`, by the prompt that this one goes on."""
+    """`X-Session-Id`; null without it."""
     at_ns: int
     """When it was decided."""
     policy: str

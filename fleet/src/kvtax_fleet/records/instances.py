@@ -43,10 +43,6 @@ class Instance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Mooncake's bootstrap server; null where there is none."""
     direct_read: Address | None = None
     """Side channel of `direct_read`; null where there is none."""
-    kv_events: str | None = None
-    """ZMQ endpoint of the KV events; null where there is none."""
-    kv_events_replay: str | None = None
-    """ZMQ endpoint that repeats missed KV events; null where there is none."""
     block_tokens: Annotated[int, Meta(ge=1)] = 16
     """Tokens per KV cache block."""
     kv_tokens: Annotated[int, Meta(ge=1)] | None = None
