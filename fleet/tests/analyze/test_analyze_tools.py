@@ -5,11 +5,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fleet.tests.analyze.analyze_runs import Truth, analysed, write_run
+from kvtax.records.warning import RunWarning
 
 from kvtax_fleet.analyze.arm_runs import read_run
+from kvtax_fleet.analyze.fleet_report import answers
 from kvtax_fleet.analyze.fleet_warnings import REMEDIES
 from kvtax_fleet.analyze.refusals import found_warm, refusals
 
@@ -94,3 +97,18 @@ def test_lookups_that_were_counted_again_are_named_as_the_cause(
     assert "looked requests up more than once" in text
     _, text = analysed(tmp_path / "hits", replace(again, hidden_queries=0))
     assert "looked requests up more than once" not in text
+
+
+def test_doubts_are_named_before_the_first_number() -> None:
+    doubt = RunWarning("few_sessions", "a", "two sessions", "take more")
+    results = SimpleNamespace(
+        warnings=[SimpleNamespace(kind="k", message="m", remedy="r")],
+        comparisons=[SimpleNamespace(arm="b", baseline="a", refused=["late"])],
+        ranking=[
+            SimpleNamespace(arm="a", concurrency=2, e2e_ms=7.0, verdict="the best")
+        ],
+    )
+    results.warnings[0].warning = lambda: doubt
+    first, *_, last = answers(results)
+    assert first == "- **Doubtful (few_sessions)**: two sessions"
+    assert "7 ms" in last

@@ -122,8 +122,12 @@ def report_page(results: FleetAnalysis, pictures: Iterable[Picture] = ()) -> Pag
 
 
 def answers(results: FleetAnalysis) -> list[str]:
-    """Name refusals, then the best arm of each load, then how many doubts there are."""
+    """Name doubts and refusals, then the best arm of each load."""
     lines = [
+        f"- **Doubtful ({warning.kind})**: {warning.message}"
+        for warning in _shown_warnings(results)
+    ]
+    lines += [
         f"- **Not compared: `{c.arm}` with `{c.baseline}`**: " + "; ".join(c.refused)
         for c in results.comparisons
         if c.refused
@@ -138,9 +142,6 @@ def answers(results: FleetAnalysis) -> list[str]:
         if open_ones:
             text += f"; not told from it: {', '.join(open_ones)}"
         lines.append(f"{text}.")
-    if doubts := len(results.warnings):
-        plural = "s" if doubts > 1 else ""
-        lines.append(f"- **{doubts} warning{plural}**: read before the numbers.")
     return lines
 
 
