@@ -24,7 +24,7 @@ from kvtax_fleet.analyze.frames import requests_frame, steady_window_ns
 from kvtax_fleet.analyze.offloads import Offloads, offloads
 from kvtax_fleet.analyze.ranking import Rank, ranking
 from kvtax_fleet.analyze.roofline import Model
-from kvtax_fleet.records.arm import OUR_PROXY, ArmRecord
+from kvtax_fleet.records.arm import OUR_PROXY
 
 SCHEMA = "kvtax.fleet_analysis/1"
 
@@ -207,7 +207,7 @@ def analyse(runs: list[ArmRun], model: str, bandwidth_gbit_s: float) -> Analysis
         answered = requests.filter(pl.col("arm") == arm)
         arms[arm] = ArmAnalysis(
             router=info.router,
-            policy=_policy(info),
+            policy=info.policy,
             connector=info.connector,
             concurrency=info.concurrency,
             outcomes=counted.get(arm),
@@ -233,12 +233,6 @@ def analyse(runs: list[ArmRun], model: str, bandwidth_gbit_s: float) -> Analysis
         warnings=warnings,
     )
     return Analysis(results, requests)
-
-
-def _policy(info: ArmRecord) -> str | None:
-    """Name the policy, and a router that is not ours: equal names mean less there."""
-    ours = info.router == OUR_PROXY
-    return info.policy if ours else f"{info.policy} of {info.router}"
 
 
 def by_arm(runs: list[ArmRun]) -> dict[str, list[ArmRun]]:

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read the files of a fleet run: one folder per arm and repeat, found by its arm.json.
 
-kvtax/records describes the files. Our proxy names the instance that served a request in
-its answer. Behind another router, the instances' engine_request.jsonl
-names the requests by their `X-Request-Id`, which the router must have
-passed on.
+kvtax/records describes the files. The proxy names the instance that served a request in
+its answer.
 """
 
 from __future__ import annotations
@@ -20,13 +18,9 @@ from kvtax.records.requests import (
     ReplayedRequest,
     ReplayEnd,
     ReplayHeader,
-    ids_of_completion,
-    in_header,
-    read_engine_requests,
 )
-from kvtax.records.steps import only_life
 
-from kvtax_fleet.records.arm import OUR_PROXY, ArmRecord
+from kvtax_fleet.records.arm import ArmRecord
 from kvtax_fleet.records.decisions import DecisionEnd, DecisionRecord, DecisionsHeader
 
 
@@ -59,16 +53,13 @@ def read_run(run_dir: Path) -> list[ArmRun]:
     return sorted(runs, key=_place)
 
 
-def _place(run: ArmRun) -> tuple[object, ...]:
+def _place(run: ArmRun) -> tuple[int, bool, str, int]:
     info = run.info
     return info.concurrency or 0, info.arm != info.baseline, info.arm, info.repeat
 
 
 def read_arm(folder: Path) -> ArmRun:
-    """Read the files of one arm and repeat. Without replay.jsonl it has no requests.
-
-    Behind a router that is not ours, the instances say who served a request.
-    """
+    """Read the files of one arm and repeat. Without replay.jsonl it has no requests."""
     replayed, torn = _records(
         folder / "replay.jsonl", ReplayHeader, ReplayedRequest | ReplayEnd
     )
@@ -78,8 +69,6 @@ def read_arm(folder: Path) -> ArmRun:
     ends = [line for line in replayed if isinstance(line, ReplayEnd)]
     info = read_document(folder / "arm.json", ArmRecord)
     requests = [line for line in replayed if isinstance(line, ReplayedRequest)]
-    if info.router != OUR_PROXY:
-        name_instances(requests, folder / "instances")
     return ArmRun(
         folder=folder,
         info=info,
@@ -111,27 +100,3 @@ def _counters(folder: Path) -> dict[str, tuple[str, str]]:
         if after.exists():
             files[name] = (before.read_text(), after.read_text())
     return files
-
-
-def name_instances(requests: list[ReplayedRequest], instances: Path) -> None:
-    """Fill in `instance` of the requests that a folder below `instances` knows.
-
-    The last instance that received the request, if a router retried it. Raises
-    RecordsError.
-    """
-    served: dict[str, tuple[int, str]] = {}
-    hashed = True
-    for instance in sorted(instances.glob("*/")):
-        path = only_life(instance) / "engine_request.jsonl"
-        if not path.is_file():
-            continue
-        lines = read_engine_requests(path)
-        hashed = lines.header.ids == "hashed"
-        for record in lines.records:
-            arrived = record.arrival_ns, instance.name
-            served[record.id] = max(served.get(record.id, arrived), arrived)
-    for request in requests:
-        _, name = served.get(
-            ids_of_completion(in_header(request.id))[hashed], (0, None)
-        )
-        request.instance = name

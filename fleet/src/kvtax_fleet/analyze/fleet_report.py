@@ -256,7 +256,6 @@ def outcome_sections(results: FleetAnalysis) -> list[Section]:
             f"- `{arm}`: {n} requests prefilled where they decode instead: {why}"
             for why, n in counts.fallbacks.items()
         ]
-    items += instance_tables.router_notes(results)
     columns = ["arm", "policy", "repeats", "OK/N", "failed", "cancelled"]
     table = Table(title="Outcomes", columns=columns, rows=rows)
     return [table, Words(title="Outcomes", paragraphs=items)] if items else [table]

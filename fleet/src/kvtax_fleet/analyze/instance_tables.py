@@ -16,7 +16,6 @@ from kvtax.report.markdown import DASH, number
 from kvtax_fleet.analyze.analysis import FleetAnalysis, Migration, Repeat
 from kvtax_fleet.analyze.frames import Levels
 from kvtax_fleet.analyze.load import Skew
-from kvtax_fleet.records.arm import OUR_PROXY
 
 PHASES = {
     "by the proxy's clock": {
@@ -155,27 +154,6 @@ def level_text(level: Estimate | None) -> str:
     if level.ci95 is None:
         return number(level.value)
     return f"{number(level.value)} [{', '.join(map(number, level.ci95))}]"
-
-
-def router_notes(results: FleetAnalysis) -> list[str]:
-    """List the unknowns of arms behind a router that is not ours."""
-    items = []
-    for arm, entry in results.arms.items():
-        if entry.router == OUR_PROXY:
-            continue
-        placed = any(repeat.imbalance.tokens for repeat in entry.repeats)
-        served = (
-            "the instances' own records name the instance of each request"
-            if placed
-            else "the instance of each request is not known, so balance, interference "
-            "and the places of sessions are left out, too"
-        )
-        items.append(
-            f"- `{arm}` ran behind {entry.router}, which records no decisions: its "
-            "belief about caches and the decisions of other policies are left out; "
-            f"{served}"
-        )
-    return items
 
 
 def _phase_tables(results: FleetAnalysis) -> Iterator[Table]:
