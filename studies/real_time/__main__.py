@@ -5,7 +5,8 @@
 
 The runs are folders of `kvtax fleet` of the same experiment. Repeat 0 of the virtual
 run has the sessions in the order of all repeats in real time. A request's ratio is the
-mean of its times in real time over its virtual time.
+mean of its times in real time over its virtual time. Repeats with which the machine did
+not keep up are left out.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def times_of(runs: list[ArmRun], field: str) -> Times:
 
 def compared(real: list[ArmRun], virtual: list[ArmRun]) -> dict[str, Any]:
     """Compare both runs, by arm and metric."""
+    real = [run for run in real if run.info.machine and not run.info.machine.saturated]
     twins = [run for run in virtual if run.info.repeat == 0]
     result: dict[str, Any] = {}
     for metric, field in METRICS.items():

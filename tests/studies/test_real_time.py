@@ -23,13 +23,14 @@ def run(repeat: int, times_ms: dict[str, tuple[float, float]], **more: Any) -> A
         )
         for name, (first_ms, end_ms) in times_ms.items()
     ]
-    return SimpleNamespace(
-        info=SimpleNamespace(arm="plain@2", repeat=repeat), requests=requests
-    )
+    machine = SimpleNamespace(**({"saturated": None} | more))
+    info = SimpleNamespace(arm="plain@2", repeat=repeat, machine=machine)
+    return SimpleNamespace(info=info, requests=requests)
 
 
 def test_a_ratio_is_of_the_mean_over_the_repeats_and_of_the_first_virtual_one():
     real = [run(0, {"a": (10, 40), "b": (30, 60)}), run(1, {"a": (30, 40)})]
+    real.append(run(2, {"a": (9_999, 9_999)}, saturated="all cores were busy"))
     virtual = [run(0, {"a": (10, 20), "b": (20, 60)}), run(1, {"a": (999, 999)})]
     arms = compared(real, virtual)
     ttft = arms["plain@2"]["ttft_ms"]
