@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 class Core(Generic[Payload]):
-    """Answers completion requests; decides, counts and remembers.
+    """The way of completion requests, and all counts of them.
 
     `settings` are resolved. `exact` is None where the mirror estimates what is cached.
     `ended` counts requests by (instance, status).

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class DecisionLog:
-    """Writes the new file `path` (else FileExistsError), for its owner only.
+    """The new file `path` (else FileExistsError) of decisions, for its owner only.
 
     None: no file. No line has text of a prompt or an answer.
     """

@@ -126,7 +126,7 @@ class HttpClient:
 
 
 class _BadRequests:
-    """Counts requests that are no HTTP; logs their number, and nothing of them."""
+    """A count of requests that are no HTTP; the log has nothing else of them."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -195,7 +195,7 @@ class _Connection(RequestHandler):
 
 
 class _Server(web.Server):
-    """Makes our connections."""
+    """A server whose connections are ours."""
 
     def __init__(self, handle: Handle, **options: Any) -> None:
         super().__init__(handle, handler_cancellation=True, **options)

@@ -90,7 +90,7 @@ class Backoff:
 
 
 class Offloader(Generic[Payload]):
-    """Carries out decisions that name a prefill instance.
+    """The transfers of decisions that name a prefill instance.
 
     `prefill_timeout_s`: for P, where the decision has no limit. `handover_timeout_s`:
     from then to D's first byte.

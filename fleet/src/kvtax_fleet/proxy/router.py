@@ -123,7 +123,7 @@ class Route(msgspec.Struct, frozen=True):
 
 
 class Router:
-    """Decides where requests go.
+    """The decisions about where requests go.
 
     `difference_tokens` sums up by how much the mirror and the exact state disagree
     about a prompt at the instance that got it; `differences` counts those prompts.

@@ -34,7 +34,7 @@ PIECE_TOKENS = 2048
 
 
 class Bodies:
-    """Makes the bodies of one replay, one after another."""
+    """The bodies of a replay, made one after another."""
 
     def __init__(self, model: str, vocab_size: int) -> None:
         self._model = model
@@ -74,7 +74,7 @@ def _in_pieces(tokens: np.ndarray[Any, Any]) -> msgspec.Raw:
 
 
 class ReplayClient(Client[RequestOutcome]):
-    """Sends the requests of a trace to one server, ours or any other."""
+    """A client that sends the requests of a trace to one server."""
 
     stopped = STOPPED
 

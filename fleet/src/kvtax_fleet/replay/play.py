@@ -52,7 +52,7 @@ Next = tuple[Session, Bodies]
 
 
 class Player:
-    """Sends the sessions of a trace, and records every request.
+    """The play of a trace: sends its sessions, and records every request.
 
     A session whose turn failed ends there; its remaining turns are recorded as
     cancelled, as they would continue a conversation that did not take place.

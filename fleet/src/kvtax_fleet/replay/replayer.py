@@ -36,7 +36,7 @@ from kvtax_fleet.trace.trace_file import require_file
 
 
 class Replay:
-    """Sends the sessions of a trace, and records every request in `out`.
+    """A replay of a trace over HTTP, with a record of every request in `out`.
 
     Raises ReplayError.
     """
