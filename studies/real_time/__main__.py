@@ -75,6 +75,7 @@ def text(arms: dict[str, Any]) -> str:
             rows.append(
                 [
                     f"`{arm}`",
+                    f"{each['repeats']}",
                     metric.removesuffix("_ms").upper(),
                     f"{real:,.0f}",
                     f"{virtual:,.0f}",
@@ -82,7 +83,7 @@ def text(arms: dict[str, Any]) -> str:
                     spread,
                 ]
             )
-    columns = ["arm", "", "real, ms", "virtual, ms", "ratio", "by request"]
+    columns = ["arm", "repeats", "", "real, ms", "virtual, ms", "ratio", "by request"]
     return table(columns, rows)
 
 

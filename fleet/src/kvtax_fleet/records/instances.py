@@ -43,6 +43,10 @@ class Instance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Mooncake's bootstrap server; null where there is none."""
     direct_read: Address | None = None
     """Side channel of `direct_read`; null where there is none."""
+    kv_events: str | None = None
+    """ZMQ endpoint of the KV events, in files of earlier versions; nothing reads it."""
+    kv_events_replay: str | None = None
+    """As `kv_events`: the endpoint that repeats missed ones."""
     block_tokens: Annotated[int, Meta(ge=1)] = 16
     """Tokens per KV cache block."""
     kv_tokens: Annotated[int, Meta(ge=1)] | None = None
