@@ -189,7 +189,12 @@ class Supervised:
         return below
 
     def stop(self, with_grace: bool = True) -> None:
-        """SIGTERM, then SIGKILL after a grace; return when nothing is left."""
+        """Send SIGTERM, then SIGKILL after a grace; return when nothing is left.
+
+        A second call does nothing.
+        """
+        if self._owns.closed:
+            return
         self.pids()
         with suppress(BrokenPipeError), self._owns:
             if with_grace:

@@ -319,17 +319,17 @@ SETTINGS = CONFIGS / "profiles" / "h20-30b-a3b.toml"
 
 
 def test_the_fleet_launches_it_and_refuses_roles_until_its_toml_says_how_kv_moves(
-    brand_new, tmp_path
+    brand_new,
 ):
     settings = read_instance_settings(SETTINGS)
     spec = FleetSpec(settings, "brand_new", brand_new, ["both", "both"])
-    made = members(spec, reserve(2), [[], []], tmp_path)
+    made = members(spec, reserve(2), [[], []])
     assert [member.instance.connector for member in made] == [None, None]
     own = launch_spec.own_connector(spec, "both")
     assert own.kv_transfer_config["kv_role"] == "kv_both"
     apart = FleetSpec(settings, "brand_new", brand_new, ["prefill", "decode"])
     with pytest.raises(SpecError, match=r"brand_new.*`transfer`"):
-        members(apart, reserve(2), [[], []], tmp_path)
+        members(apart, reserve(2), [[], []])
 
 
 def test_the_results_that_a_sweep_replaces_are_no_uncommitted_change(
