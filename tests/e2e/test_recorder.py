@@ -92,7 +92,7 @@ def check_lives(records: Path, count: int, ranks: int) -> int:
         assert not [w for w in instance.warnings if w.kind != "few_steps"]
         steps = instance.steps
         check_figures(instance, each.path.parent)
-        assert steps["worker.get_finished_us"].is_not_null().all()
+        assert steps["execute_model_us"].is_not_null().all()
         assert (steps["model_us"] > 0).all()
         life = each.path.parent
         assert len(list(life.glob("worker_step.r*.jsonl"))) == ranks
@@ -145,7 +145,7 @@ def test_a_killed_server_that_starts_again_with_more_workers_has_two_lives(
         instance = read_instance(each)
         assert not [w for w in instance.warnings if w.kind != "few_steps"]
         # A killed worker has not written its last step.
-        assert instance.steps["worker.get_finished_us"][:-1].is_not_null().all()
+        assert instance.steps["execute_model_us"][:-1].is_not_null().all()
         assert instance.requests.height == REQUESTS
 
 
