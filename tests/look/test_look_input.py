@@ -302,7 +302,7 @@ def test_tables_are_as_wide_as_the_terminal(tmp_path, columns):
     shown_lines = shown.decode().splitlines()
     first = next(i for i, one in enumerate(shown_lines) if one.startswith("us per"))
     head, *rows = itertools.takewhile(
-        lambda line: not line.startswith("  ("), shown_lines[first:]
+        lambda line: not line.startswith("("), shown_lines[first:]
     )
     assert max(map(len, [head, *rows])) <= max(columns, MEANS_WIDTH)
     assert "mean" in head
