@@ -273,7 +273,7 @@ def test_a_hole_in_a_file_is_a_bad_line(records, file, at, end):
 
 
 @pytest.mark.slow
-def test_gigabytes_of_blanks_in_a_packed_file_are_refused_by_name(records, capsys):
+def test_gigabytes_of_blanks_in_a_packed_file_are_refused_by_name(records):
     path = records / "engine_step.jsonl"
     with gzip.open(f"{path}.gz", "wb", compresslevel=1) as file:
         file.write(path.read_bytes())
@@ -282,7 +282,6 @@ def test_gigabytes_of_blanks_in_a_packed_file_are_refused_by_name(records, capsy
     path.unlink()
     instances, (refused,) = read_instances(records)
     assert instances == [] and "over 200 times its size" in str(refused)
-    assert f"unpacking {path}.gz: 0.5 GB so far" in capsys.readouterr().err
 
 
 def test_an_inverted_window_is_refused(records, tmp_path, capsys):
