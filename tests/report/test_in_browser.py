@@ -167,6 +167,10 @@ def direct(line: TimeLine, begin_s: float, end_s: float) -> set[str]:
     }
 
 
+# Requests of a window that the page shows; the CSV has all.
+MOST_REQUESTS = 10
+
+
 def shown_requests(page) -> set[str]:
     table = page.get_by_role("region", name="Requests from")
     return set(table.locator("tbody th").all_text_contents())
@@ -183,9 +187,10 @@ def test_dragging_gives_the_requests_of_that_window(open_page):
     page.mouse.up()
     begin_s, end_s = (float(one.input_value()) for one in page.locator("input").all())
     assert 25 < begin_s < 35 < end_s < 45
-    found = direct(line, begin_s, end_s)
-    assert 0 < len(found) < 60
-    assert shown_requests(page) == found
+    within = direct(line, begin_s, end_s)
+    assert 0 < len(within) < 60
+    assert shown_requests(page) <= within
+    assert len(shown_requests(page)) == min(len(within), MOST_REQUESTS)
 
 
 def test_typing_a_window_gives_the_same_requests(open_page):
@@ -194,9 +199,11 @@ def test_typing_a_window_gives_the_same_requests(open_page):
     page.get_by_label("From, s").fill("31.25")
     page.get_by_label("to, s").fill("33")
     page.keyboard.press("Tab")
-    assert shown_requests(page) == direct(line, 31.25, 33)
+    within = direct(line, 31.25, 33)
+    assert shown_requests(page) <= within
+    assert len(shown_requests(page)) == min(len(within), MOST_REQUESTS)
     page.get_by_role("button", name="Whole").press("Enter")
-    assert len(shown_requests(page)) == 60
+    assert len(shown_requests(page)) == MOST_REQUESTS
 
 
 def test_the_parts_of_a_window_are_the_mean_over_its_steps(open_page):

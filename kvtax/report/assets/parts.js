@@ -99,18 +99,22 @@ function cellOf(value, index, column) {
  * shows each row as a card. */
 const NARROWER = ["close", "broken", "cards"];
 const fitted = new WeakMap();
-const fit = new ResizeObserver((entries) => requestAnimationFrame(() => {
-  const changed = entries.map((one) => one.target)
-    .filter((one) => fitted.get(one) !== one.clientWidth);
-  changed.forEach((one) => {
+const fitTables = (tables) => requestAnimationFrame(() => {
+  tables.forEach((one) => {
     fitted.set(one, one.clientWidth);
     one.classList.remove(...NARROWER);
   });
   for (const way of NARROWER) {
-    const wide = changed.filter((one) => one.scrollWidth > one.clientWidth);
+    const wide = tables.filter((one) => one.scrollWidth > one.clientWidth);
     wide.forEach((one) => { one.classList.add(way); });
   }
-}));
+});
+const fit = new ResizeObserver((entries) => fitTables(entries.map((one) => one.target)
+  .filter((one) => fitted.get(one) !== one.clientWidth)));
+// A table in a closed section has its width, and not yet its content.
+addEventListener("toggle", (event) => {
+  fitTables([...event.target.querySelectorAll(".scroll")]);
+}, true);
 
 /** A table that can be scrolled by keyboard where a screen is too narrow for it. */
 function tableOf(caption, columns, rows) {
