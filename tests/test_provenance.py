@@ -110,7 +110,7 @@ def breaches(name: str, document: dict[str, Any]) -> list[str]:
         if dirty not in CLEAN:
             lacks.append("made from a tree with changes")
     (first, *_) = found
-    command = MADE_BY.get(name) or first.get("command_line")
+    command = MADE_BY.get(name) or first.get("command_line") or first.get("command")
     if not command:
         lacks.append("names no command")
     elif not (exists(command) or is_named(name, command, commits_of(first)[0])):

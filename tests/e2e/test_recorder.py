@@ -32,6 +32,7 @@ from kvtax.paths import REPOSITORY
 from kvtax.proc.loopback import NAMES
 from kvtax.proc.ports import LOOPBACK
 from kvtax.proc.supervise import descendants, signal_all
+from kvtax.proc.user_files import runtime_folder
 from kvtax.records.files import read_lines
 from kvtax.records.requests import read_engine_requests
 from kvtax.records.steps import (
@@ -340,6 +341,7 @@ def test_a_server_is_patched_and_recorded_and_leaves_nothing(tmp_path, scratch):
     vllm = installed.package("vllm")
     before = {path: path.read_bytes() for path in vllm.rglob("*.py")}
     records = tmp_path / "records"
+    earlier = set(runtime_folder().glob("kvtax-run-*"))
     run = [sys.executable, "-m", "kvtax", "run", "--records", str(records)]
     with server.log.open("wb") as log:
         process = subprocess.Popen(
@@ -353,7 +355,7 @@ def test_a_server_is_patched_and_recorded_and_leaves_nothing(tmp_path, scratch):
         url = f"http://127.0.0.1:{server.ports.http}"
         wait_ready(process, url, server.log)
         complete(url, 0)
-        (overlay,) = scratch.glob("kvtax-run-*")
+        (overlay,) = set(runtime_folder().glob("kvtax-run-*")) - earlier
         # Code that a process has imported.
         assert [*overlay.rglob("mooncake_connector.py.*.code")]
         processes = [process.pid, *descendants(process.pid)]
@@ -397,7 +399,7 @@ def test_the_demo_records_a_server_of_its_own_and_leaves_nothing_else(
         assert list(Path(short).iterdir()) == []
     shown = capsys.readouterr().out
     assert "48 requests" in shown
-    assert "Connector adds" in shown
+    assert "MooncakeConnector of vLLM 0.18.1 adds" in shown
     assert (tmp_path / "demo" / "look.html").is_file()
 
 

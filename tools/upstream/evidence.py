@@ -241,7 +241,7 @@ def page_with_results(page: str) -> str:
 
 
 def _commit() -> str:
-    command = ["git", "rev-parse", "--short=8", "HEAD"]
+    command = ["git", "rev-parse", "HEAD"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     return done.stdout.strip()
 
