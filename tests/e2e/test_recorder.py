@@ -310,7 +310,7 @@ def test_all_doors_give_the_same_records(served):
         assert other.counts == plugin.counts
         for name, times_us in plugin.times_us.items():
             # A busy machine makes steps slower, and not the fastest one.
-            least = [min(us) for us in (times_us, other.times_us[name])]
+            least = [min(us, default=1) for us in (times_us, other.times_us[name])]
             assert max(least) < NOISE * min(least), (name, least)
 
 
