@@ -157,7 +157,9 @@ def test_the_walk_is_found_in_build_connector_meta(configs):
 @swept
 def test_the_cache_grew_from_empty_to_the_ceiling(configs):
     for config in configs.values():
-        assert config["cache_blocks"]["min"] <= 300
+        # The prompts that hit lie in the cache at the empty level, too: two of 256
+        # blocks, within the share that a level may be off.
+        assert config["cache_blocks"]["min"] <= 0.05 * 12_000
         assert config["cache_blocks"]["max"] >= 11_900
 
 
