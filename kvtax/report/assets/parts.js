@@ -76,20 +76,21 @@ function breakable(nodes) {
 
 /** Verdicts by the words that a table has for them. */
 const VERDICTS = {
-  grows: "grows", flat: "flat", drifts: "drifts", inconclusive: "inconclusive",
+  grows: "grows", stalls: "stalls", flat: "flat", drifts: "drifts", inconclusive: "inconclusive",
   failed: "failed", "grows with time": "drifts", "not known": "inconclusive",
 };
 const AT_MOST = /^at most [\d.,]+ µs$/;
 
-function verdictOf(value) {
-  return AT_MOST.test(value) ? "flat" : VERDICTS[value];
+function verdictOf(text) {
+  return AT_MOST.test(text) ? "flat" : VERDICTS[text];
 }
 
 function cellOf(value, index, column) {
   if (index === 0) return el("th", { scope: "row" }, ...breakable(cellText(value)));
   const name = { "data-name": plain(column) };
-  const verdict = verdictOf(value);
-  if (verdict) return el("td", name, el("span", { class: `verdict ${verdict}` }, value));
+  const text = typeof value === "string" ? plain(value) : "";
+  const verdict = verdictOf(text);
+  if (verdict) return el("td", name, el("span", { class: `verdict ${verdict}` }, text));
   if (typeof value !== "string") return el("td", name, ...cellText(value));
   return el("td", { ...name, class: value.length > 24 ? "text" : "short" },
     el("span", {}, ...breakable(cellText(value))));
