@@ -43,6 +43,7 @@ CODE = (
     ":!per_config.json",
     ":!figures",
     ":!studies/observatory",
+    ":!fleet/results.lock",
 )
 
 MASK = "***"
