@@ -14,6 +14,7 @@ of day, the machine or the process: the same cell gives the same bytes.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import random
 import shutil
@@ -72,6 +73,8 @@ def main() -> None:
         msgspec.json.decode(Path(file).read_bytes(), type=Cell) for file in files
     ]
     _import_all(waiting[0])
+    # Cells make no garbage of what is imported: the collector need not look at it.
+    gc.freeze()
     running: dict[Any, tuple[ForkProcess, Cell]] = {}
     while waiting or running:
         while waiting and len(running) < int(jobs):

@@ -201,8 +201,11 @@ def _block_hasher(block_tokens: int) -> Callable[[Request], list[BlockHash]]:
 
     def hashes(request: Request) -> list[BlockHash]:
         known = request.block_hashes
-        until = request.num_tokens // block_tokens * block_tokens
-        tokens = request.all_token_ids[len(known) * block_tokens : until]
+        hashed_blocks, blocks = len(known), request.num_tokens // block_tokens
+        if hashed_blocks == blocks:
+            return []
+        new = slice(hashed_blocks * block_tokens, blocks * block_tokens)
+        tokens = request.all_token_ids[new]
         data = array("i", tokens).tobytes()
         last: bytes = known[-1] if known else b""
         hashed = []
