@@ -27,7 +27,7 @@ from kvtax.records.files import read_document
 from kvtax.records.per_config import Evidence
 from kvtax.report.markdown import table
 from kvtax.stats.distribution import SEED, Floats
-from kvtax.stats.held import Fit, fit, share_between_servers
+from kvtax.stats.held import Fit, Others, fit
 from kvtax.stats.processes import look_level
 from kvtax.verdict.analysis import judge
 from kvtax.verdict.holds import metric_holds
@@ -65,13 +65,13 @@ DEALT = ("level", "cache_blocks", "age_s")
 class Sweep:
     """Tables of holds of the configs in which nothing grows, in order.
 
-    `passes` are the levels, blocks and ages of passes, each in another order; `between`
+    `passes` are the levels, blocks and ages of passes, each in another order; `others`
     is by metric, `level` that at which the sweep judges.
     """
 
     servers: dict[str, list[pl.DataFrame]]
     passes: list[pl.DataFrame]
-    between: dict[str, float]
+    others: dict[str, Others]
     level: float
 
     @classmethod
@@ -95,8 +95,8 @@ class Sweep:
             for one_pass in server.iter_slices(each)
             if one_pass.height == each
         }
-        between = {
-            name: share_between_servers(
+        others = {
+            name: Others.of(
                 holds
                 for own in tables.values()
                 if (holds := metric_holds(own, name)) is not None
@@ -104,7 +104,7 @@ class Sweep:
             for name in METRICS
         }
         level = look_level(profile.looks)
-        return cls(servers, list(orders.values()), between, level)
+        return cls(servers, list(orders.values()), others, level)
 
     def draw(self, config: str, servers: int, rng: np.random.Generator) -> pl.DataFrame:
         """Draw servers of a config, with the levels of passes that are drawn, too."""
@@ -203,7 +203,7 @@ def _fits(
     share = (x == x[-1]) * 1.0 if when_full else (x - x[0]) / (x[-1] - x[0])
     rises = margins * METRICS[name].margin * share
     risen = replace(holds, values=holds.values + rises[level])
-    if (fitted := fit(risen, sweep.between[name])) is not None:
+    if (fitted := fit(risen, sweep.others[name])) is not None:
         yield fitted, rises
 
 

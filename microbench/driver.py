@@ -282,11 +282,12 @@ class Run:
         async with open_session() as session:
             client = PlanClient(session, self.url, self.plan)
             for stretch in _stretches(timetables(self.plan)):
-                reset_ns = None
+                begun_ns, reset_ns = perf_counter_ns(), None
                 if stretch[0].phase.reset_prefix_cache:
                     reset_ns = await reset_prefix_cache(session, self.url, self.plan)
                 await asyncio.sleep(stretch[0].phase.pause_s)
-                await self._send_stretch(client, stretch, reset_ns, ids)
+                reset = reset_ns and (reset_ns, begun_ns)
+                await self._send_stretch(client, stretch, reset or (), ids)
                 if _holds(stretch[-1]):
                     self.ledger.append(self.read_server())
 
@@ -294,7 +295,7 @@ class Run:
         self,
         client: Client[RequestRecord],
         stretch: list[Timetable],
-        reset_ns: int | None,
+        reset: tuple[int, ...],
         ids: Iterator[int],
     ) -> None:
         """Send phases back to back; return when nothing is in flight any more."""
@@ -303,7 +304,7 @@ class Run:
             async with asyncio.TaskGroup() as group:
                 for timetable in stretch:
                     phase, due_ns, length_ns = timetable
-                    self.ledger.append(PhaseStart(phase.name, start_ns, reset_ns))
+                    self.ledger.append(PhaseStart(phase.name, start_ns, *reset))
                     if _holds(timetable):
                         await alarm.sleep_until(start_ns)
                         self.ledger.append(self.read_server())
@@ -316,7 +317,7 @@ class Run:
                         )
                         group.create_task(request)
                     start_ns += length_ns
-                    reset_ns = None
+                    reset = ()
 
     async def _request(
         self,

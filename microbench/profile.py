@@ -17,7 +17,7 @@ from kvtax.engine.null_model import Checkpoint, Forward, real_model, write_null_
 from kvtax.load.plan import Plan, PlannedPhase
 from kvtax.paths import CONFIGS
 from kvtax.records.profile import ProfileRecord
-from kvtax.records.requests import DECODERS, Phase
+from kvtax.records.requests import DECODERS, EVENT_REQUESTS, Phase
 
 # Prompts of the requests that decode while a level is held, and of those that arrive:
 # with its answer, one of these fills no block of 16 tokens.
@@ -29,7 +29,7 @@ FILL_RPS, DECODERS_RPS = 100.0, 1_000.0
 # Before a hold.
 MOST_PAUSE_S = 0.1
 # Behind one hold of each pass: a pause, then so many requests of each kind.
-IDLE_S, EVENTS = 1.0, 2
+IDLE_S = 1.0
 LONG_TOKENS = 4_096
 # First word of the seed of a server's holds.
 HOLDS = 3
@@ -76,17 +76,10 @@ class Profile(ProfileRecord, forbid_unknown_fields=True, frozen=True, kw_only=Tr
     def growing(self) -> set[str]:
         """Return the configs whose first server has growth and plateau.
 
-        One of each connector class: the first that a reference study has figures of, or
-        the first of all.
+        Those of which the reference study has figures, whose protocol it is.
         """
-        by_class: dict[str, dict[str, Connector]] = {}
-        for name, connector in self.connectors().items():
-            kind = (connector.kv_transfer_config or {}).get("kv_connector", "")
-            by_class.setdefault(kind, {})[name] = connector
-        return {
-            min(group, key=lambda name: group[name].report.reference is None)
-            for group in by_class.values()
-        }
+        connectors = self.connectors().items()
+        return {name for name, own in connectors if own.report.reference is not None}
 
     def plan(self, model: str, vocab_size: int, repeat: int, grows: bool) -> Plan:
         """Plan the driver's requests: growth and plateau if it `grows`, then passes."""
@@ -176,7 +169,7 @@ class Profile(ProfileRecord, forbid_unknown_fields=True, frozen=True, kw_only=Tr
             filled += hold.decoders * (blocks_of_decoder // self.block_size)
             if hold.has_events:
                 yield from self._events(number, hold, last_fill)
-                filled += EVENTS * LONG_TOKENS // self.block_size
+                filled += EVENT_REQUESTS[Phase.LONG] * LONG_TOKENS // self.block_size
 
     def _held(self, number: int, hold: _Hold) -> Iterator[PlannedPhase]:
         """Start the requests that decode, and those that arrive meanwhile."""
@@ -206,19 +199,20 @@ class Profile(ProfileRecord, forbid_unknown_fields=True, frozen=True, kw_only=Tr
         event = partial(PlannedPhase, after_answers=True, output_tokens=ANSWER_TOKENS)
         yield event(
             Phase.AFTER_IDLE.at(*place),
-            1,
+            EVENT_REQUESTS[Phase.AFTER_IDLE],
             rps,
             pause_s=IDLE_S,
             prompt_tokens=ARRIVAL_TOKENS,
         )
         yield event(
             Phase.HIT.at(*place),
-            EVENTS,
+            EVENT_REQUESTS[Phase.HIT],
             rps,
             prompt_tokens=FILL_TOKENS,
             repeats_prompt=last_fill,
         )
-        yield event(Phase.LONG.at(*place), EVENTS, rps, prompt_tokens=LONG_TOKENS)
+        prompts = EVENT_REQUESTS[Phase.LONG]
+        yield event(Phase.LONG.at(*place), prompts, rps, prompt_tokens=LONG_TOKENS)
 
 
 class _Hold(NamedTuple):

@@ -57,6 +57,8 @@ class Phase(IntEnum):
         return next((phase for phase in cls if phase.label == label), None)
 
 
+# Requests of each event behind a hold.
+EVENT_REQUESTS = {Phase.AFTER_IDLE: 1, Phase.HIT: 2, Phase.LONG: 2}
 # End of the name of the phase that starts the requests which decode in a hold.
 DECODERS = ".decoders"
 
@@ -138,6 +140,9 @@ class PhaseStart(msgspec.Struct, omit_defaults=True, tag_field="type", tag="phas
     """When its first request may be due."""
     reset_ns: int | None = None
     """When `/reset_prefix_cache` answered OK; of the first phase after it only."""
+    probe_ns: int | None = None
+    """When the driver began to probe the cache for that reset. Steps from then to the
+    reset belong to no phase."""
 
 
 class CpuReading(msgspec.Struct, omit_defaults=True, tag_field="type", tag="cpu"):

@@ -15,6 +15,8 @@ be certain with it, too.
 Noise is a share of the level. Intervals are Student's t from what is left over
 (analysis of covariance). They are of the servers that were measured; with `between`,
 the share by which a level differs between servers, they hold the next server's, too.
+What one server leaves over are few values; with `noise`, that of other configs on the
+same machine, the variance of a hold is known better (kvtax/stats/noise.py).
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from typing import Literal
 import numpy as np
 
 from kvtax.stats.distribution import Floats, Ints, f_quantile, t_quantile
+from kvtax.stats.noise import Noise, shared_noise
 
 Shape = Literal[
     "linear",
@@ -40,6 +43,8 @@ Shape = Literal[
 LEAST_VARIANCE = 1e-12
 # A level weighs as if it were no smaller than this share of the mean level.
 LEAST_SHARE = 0.1
+# Fewer values left over say too little of the noise to fit a drift beside it.
+LEAST_LEFT = 2
 # Rounds until the levels' sizes are those that they were weighted by.
 ROUNDS = 4
 # Ages are told from levels if so much of their variance is not the levels'.
@@ -153,21 +158,39 @@ class Fit:
         return ratio > float(f_quantile(1 - BENT, len(rows), self.df))
 
 
-def fit(holds: Holds, between: float = 0.0) -> Fit | None:
-    """Fit the levels; None if they do not rise, or too few holds tell them apart.
+@dataclass(frozen=True)
+class Others:
+    """Spread of a quantity that the configs of a run tell together.
 
-    `between` is the share by which a level differs between servers
-    (`share_between_servers`).
+    `between` is the share by which a level differs between servers, `noise` that by
+    which holds of a level differ.
     """
+
+    between: float = 0.0
+    noise: Noise | None = None
+
+    @classmethod
+    def of(cls, configs: Iterable[Holds], days: float = 0.0) -> Others:
+        """Estimate both from the holds of all configs; `days` adds to `between`."""
+        holds = list(configs)
+        between = float(np.hypot(share_between_servers(holds), days))
+        return cls(between, shared_noise(_left_alone(own) for own in holds))
+
+
+ALONE = Others()
+
+
+def fit(holds: Holds, others: Others = ALONE) -> Fit | None:
+    """Fit the levels; None if they do not rise, or too few holds tell them apart."""
     design = _Design.of(holds)
-    if (young := _fit(holds.values, design, between)) is None:
+    if (young := _fit(holds.values, design, others)) is None:
         return None
     oldest_s = max(float(holds.age_s.max()), LEAST_VARIANCE)
     # Around its mean: the levels are those at the mean age.
     age = (holds.age_s - holds.age_s.mean()) / oldest_s
     if not _tells_age(design.matrix, age):
         return young
-    aged = _fit(holds.values, design, between, age)
+    aged = _fit(holds.values, design, others, age)
     if aged is None:
         return young
     low, high = aged.age_interval(CERTAIN)
@@ -178,12 +201,16 @@ def fit(holds: Holds, between: float = 0.0) -> Fit | None:
 
 @dataclass(frozen=True)
 class _Design:
-    """Columns of a fit: levels, a drift for each server, and servers but the first."""
+    """Columns of a fit: levels, a drift for each server, and servers but the first.
+
+    With few holds the fit has no drifts, as long as drifts tell the levels apart.
+    """
 
     matrix: Floats
     x: Floats
     level: Ints
     servers: int
+    rises: bool
 
     @classmethod
     def of(cls, holds: Holds) -> _Design:
@@ -200,27 +227,37 @@ class _Design:
             # Around the mean of all servers: the levels are means.
             offsets.append(own.astype(float) - (holds.server == servers[0]))
         matrix = np.column_stack([dummies, *drifts, *offsets[1:]])
-        return cls(matrix, x, level, len(servers))
+        rank, besides = (np.linalg.matrix_rank(d) for d in (matrix, matrix[:, count:]))
+        # Levels that something else explains as well, such as time in a single pass.
+        rises = count >= 2 and rank - besides >= count and x[-1] > x[0]
+        if rises and len(level) - rank < LEAST_LEFT:
+            matrix[:, count : count + len(servers)] = 0.0
+        return cls(matrix, x, level, len(servers), bool(rises))
 
 
 def _fit(
-    values: Floats, design: _Design, between: float, age: Floats | None = None
+    values: Floats, design: _Design, others: Others, age: Floats | None = None
 ) -> Fit | None:
     """Fit the levels by `design`, and by the age where it is given."""
     matrix, count = design.matrix, len(design.x)
     size = _sizes(values, matrix, design.level)
     if age is not None:
         matrix = np.column_stack([matrix, age])
-    rank, others = (int(np.linalg.matrix_rank(d)) for d in (matrix, matrix[:, count:]))
+    rank, besides = (int(np.linalg.matrix_rank(d)) for d in (matrix, matrix[:, count:]))
     df = len(values) - rank
-    # Levels that something else explains as well, such as time in a single pass.
-    if count < 2 or df < 1 or rank - others < count or design.x[-1] <= design.x[0]:
+    too_few = df < (0 if others.noise else 1)
+    if not design.rises or rank - besides < count or too_few:
         return None
-    factors, covariance = _solve(values, matrix, size, df)
+    factors, squares, unscaled = _solve(values, matrix, size)
+    if others.noise is not None:
+        variance, df = others.noise.with_own(squares, df)
+    else:
+        variance = squares / df
+    covariance = max(variance, LEAST_VARIANCE) * unscaled
     drifts = slice(count, count + design.servers)
     share = np.full(design.servers, 1 / design.servers)
     level_sizes = np.array([size[design.level == n][0] for n in range(count)])
-    of_servers = np.diag((between * level_sizes) ** 2 / design.servers)
+    of_servers = np.diag((others.between * level_sizes) ** 2 / design.servers)
     aged = age is not None
     return Fit(
         x=design.x,
@@ -253,17 +290,17 @@ def _sizes(values: Floats, design: Floats, level: Ints) -> Floats:
 
 
 def _solve(
-    values: Floats, design: Floats, size: Floats, df: int
-) -> tuple[Floats, Floats]:
+    values: Floats, design: Floats, size: Floats
+) -> tuple[Floats, float, Floats]:
     """Fit the factors of `design`, with noise that is a share of `size`.
 
-    Returns the factors and their covariance.
+    Returns the factors, the squares that are left over as shares of `size`, and the
+    factors' covariance where the variance of a hold is 1.
     """
     inverse = np.linalg.pinv(design / size[:, None])
     factors = inverse @ (values / size)
     left = (values - design @ factors) / size
-    variance = max(float(left @ left) / df, LEAST_VARIANCE)
-    return factors, variance * inverse @ inverse.T
+    return factors, float(left @ left), inverse @ inverse.T
 
 
 def _pass_s(holds: Holds, own: Floats) -> float:
@@ -302,6 +339,13 @@ def share_between_servers(configs: Iterable[Holds]) -> float:
         return 0.0
     beyond = squares / degrees - noise / noise_degrees
     return float(np.sqrt(max(beyond, 0.0) * degrees / holds_of_a_level))
+
+
+def _left_alone(holds: Holds) -> tuple[float, int]:
+    """Return the squares that the fit of a config leaves, and their number."""
+    design = _Design.of(holds)
+    size = _sizes(holds.values, design.matrix, design.level)
+    return _left_over(holds.values, design.matrix, size)
 
 
 def _left_over(values: Floats, design: Floats, size: Floats) -> tuple[float, int]:

@@ -70,9 +70,12 @@ def trial_steps(
 
 
 class Span(NamedTuple):
-    """A phase, its place, when it begins, and when the cache was last reset by then."""
+    """A phase, its place, when it begins, and when the cache was last reset by then.
 
-    phase: Phase
+    Without a phase, the driver probes the cache.
+    """
+
+    phase: Phase | None
     place: Place
     begins_ns: int
     reset_ns: int
@@ -82,12 +85,14 @@ def phase_spans(phases: list[PhaseStart]) -> list[Span]:
     """Find the phases in order.
 
     A phase after a reset begins at the reset itself: steps before it still see the full
-    cache.
+    cache. The prompts that probe it belong to no phase.
     """
     spans, reset_ns = [], phases[0].start_ns if phases else 0
     for start in phases:
-        reset_ns = reset_ns if start.reset_ns is None else start.reset_ns
         phase = Phase.of(start.name)
+        if start.probe_ns is not None:
+            spans.append(Span(None, place_of(start.name), start.probe_ns, reset_ns))
+        reset_ns = reset_ns if start.reset_ns is None else start.reset_ns
         if phase is not None:
             begins_ns = start.start_ns if start.reset_ns is None else start.reset_ns
             spans.append(Span(phase, place_of(start.name), begins_ns, reset_ns))
@@ -103,7 +108,8 @@ def _place(spans: list[Span]) -> tuple[pl.Expr, list[pl.Expr], pl.Expr]:
     place = [pl.lit(0, kind) for kind in PLACE.values()]
     for span in spans:
         since = pl.when(pl.col("t_ns") >= span.begins_ns)
-        phase = since.then(pl.lit(int(span.phase), pl.UInt8)).otherwise(phase)
+        number = len(Phase) if span.phase is None else int(span.phase)
+        phase = since.then(pl.lit(number, pl.UInt8)).otherwise(phase)
         reset_ns = since.then(span.reset_ns).otherwise(reset_ns)
         place = [
             since.then(pl.lit(number, kind)).otherwise(before)

@@ -22,7 +22,13 @@ import polars as pl
 
 from kvtax.records.per_config import RareSteps
 from kvtax.records.profile import Ladder
-from kvtax.records.requests import DECODERS, Phase, RequestRecord, place_of
+from kvtax.records.requests import (
+    DECODERS,
+    EVENT_REQUESTS,
+    Phase,
+    RequestRecord,
+    place_of,
+)
 from kvtax.stats.held import Holds
 from kvtax.stats.quantiles import tpot_of
 from kvtax.stats.resampling import chance_of_rise
@@ -223,10 +229,12 @@ def _without_slowest(steps: pl.DataFrame, time: str, name: str) -> pl.DataFrame:
 
 
 def _event(steps: pl.DataFrame, name: str, phase: Phase) -> pl.DataFrame:
-    """Sum the connector's calls in the steps of what followed each hold."""
+    """Sum the connector's calls in what followed each hold, per request."""
     own = steps.filter(pl.col("phase") == phase, pl.col("connector_us").is_finite())
     return own.group_by(PLACE).agg(
-        pl.col("connector_us").cast(pl.Float64).sum().alias(name)
+        (pl.col("connector_us").cast(pl.Float64).sum() / EVENT_REQUESTS[phase]).alias(
+            name
+        )
     )
 
 

@@ -11,7 +11,7 @@ are not vLLM's own, and of all `processes` of the server. `tpot` is the time per
 token as clients see it, without the model's sleep, `step` the whole engine step. Behind
 some holds there are a request after a second of idleness, prompts that hit the prefix
 cache and long prompts: `after_idle`, `hit` and `long_prompt` are the connector's calls
-in their steps.
+in their steps, per request.
 
 All are in us, and are judged as shares of vLLM's own work in the same hold. Own work is
 a part of `tpot` and `step`, and a cost that slows it down, such as a thread that keeps

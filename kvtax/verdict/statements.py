@@ -18,7 +18,7 @@ from kvtax.records.estimate import Estimate
 from kvtax.records.per_config import HeldLevels, Measured, NoiseFloor, Share
 from kvtax.records.profile import Ladder
 from kvtax.stats.distribution import Floats
-from kvtax.stats.held import Fit, fit, most_rise, share_between_servers
+from kvtax.stats.held import Fit, Others, fit, most_rise
 from kvtax.stats.processes import RunSpread
 from kvtax.verdict.holds import OWN, metric_holds, own_us, rare_steps
 from kvtax.verdict.metrics import (
@@ -174,7 +174,7 @@ class Statements:
 
 
 def fits_of(holds: Mapping[str, pl.DataFrame]) -> dict[str, dict[str, Fit]]:
-    """Fit every column of every config, with the spread between servers of each."""
+    """Fit every column of every config, with the spread that all configs tell."""
     fits: dict[str, dict[str, Fit]] = {name: {} for name in holds}
     columns = dict.fromkeys(
         column for table in holds.values() for column in table.columns
@@ -187,10 +187,9 @@ def fits_of(holds: Mapping[str, pl.DataFrame]) -> dict[str, dict[str, Fit]]:
         shares = {name: metric_holds(table, column) for name, table in holds.items()}
         known = {name: of for name, of in shares.items() if of is not None}
         days = 0.0 if column == MEMORY else BETWEEN_DAYS
-        between = share_between_servers(known.values())
-        together = float(np.hypot(between, days))
+        others = Others.of(known.values(), days)
         for name, of in known.items():
-            if (fitted := fit(of, together)) is not None:
+            if (fitted := fit(of, others)) is not None:
                 fits[name][column] = fitted
     return fits
 

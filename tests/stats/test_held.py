@@ -18,6 +18,7 @@ from kvtax.stats.distribution import Floats
 from kvtax.stats.held import (
     Fit,
     Holds,
+    Others,
     falls,
     fit,
     growth,
@@ -439,8 +440,11 @@ def short(level: list[int], x: list[int] | None = None) -> Holds:
     [
         # 2 levels and a drift.
         (short([0, 1] * 3), 3),
-        # As many unknowns as holds; a level alone; x falls or stands still.
-        (short([0, 1, 0]), None),
+        # Too few to know the drift as well as the noise: 2 levels.
+        (short([0, 1, 0, 1]), 2),
+        (short([0, 1, 0]), 1),
+        # Time explains the levels as well; a level alone; x falls or stands still.
+        (short([0, 1]), None),
         (short([1] * 6), None),
         (short([0, 1] * 3, x=[2, 1] * 3), None),
         (short([0, 1] * 3, x=[2, 2] * 3), None),
@@ -513,7 +517,7 @@ def test_an_interval_holds_the_next_servers_figure_where_servers_differ():
     for _ in range(300):
         holds = uneven(rng, 0.1)
         for reaches, between in ((narrow, 0.0), (wide, 0.1)):
-            fitted = fit(holds, between)
+            fitted = fit(holds, Others(between))
             rise, error = fitted.rise(0, fitted.last)
             reaches.append(abs(rise) <= fitted.reach(error))
     assert np.mean(wide) > 0.93 > np.mean(narrow) + 0.1

@@ -76,6 +76,19 @@ def test_a_pass_begins_at_its_reset_and_not_at_the_phase_record(tmp_path: Path):
     assert engine["phase"].to_list() == [0] * 6 + [3] * 4
 
 
+def test_prompts_that_probe_the_cache_belong_to_no_phase(tmp_path: Path):
+    lines = [HEADER] + [engine_record(step) for step in range(10)]
+    write_lines(tmp_path / "engine_step.jsonl", lines)
+    reset_ns, probe_ns = FIRST_NS + 6 * STEP_NS, FIRST_NS + 4 * STEP_NS
+    phases = [
+        PhaseStart("long.0.4.8", FIRST_NS),
+        PhaseStart("hold.1.0.8", FIRST_NS + 7 * STEP_NS, reset_ns, probe_ns),
+    ]
+    engine = trial_steps(0, recorded_steps(tmp_path / STEPS).table, phases)
+    long, hold = int(Phase.LONG), int(Phase.HOLD)
+    assert engine["phase"].to_list() == [long] * 4 + [hold] * 4
+
+
 def test_a_step_has_the_place_of_its_hold_and_the_age_of_the_cache(tmp_path: Path):
     lines = [HEADER] + [engine_record(step) for step in range(12)]
     write_lines(tmp_path / "engine_step.jsonl", lines)

@@ -184,11 +184,11 @@ def test_what_the_driver_read_is_cpu_time_waits_and_memory():
     assert metric_holds(table_of(steps), "processes") is None
 
 
-def test_what_follows_a_hold_is_the_calls_in_its_steps():
+def test_what_follows_a_hold_is_the_calls_in_its_steps_per_request():
     hits = hold(steps=3, phase=int(Phase.HIT), connector_us=[9.0, 1.0, 2.0], batch=1)
     idle = hold(steps=1, phase=int(Phase.AFTER_IDLE), connector_us=70.0, batch=1)
     table = table_of(pl.concat([hold(), hits, idle, hold(number=1)]))
-    assert table["hit"].to_list() == [12.0, None]
+    assert table["hit"].to_list() == [6.0, None]
     assert table["after_idle"].to_list() == [70.0, None]
     assert table["long_prompt"].to_list() == [None, None]
 
