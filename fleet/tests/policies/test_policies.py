@@ -4,11 +4,14 @@ moves into no room."""
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtax_fleet.paths import FLEET
 from kvtax_fleet.policies import POLICIES, PolicyError, parameters_of
 from kvtax_fleet.policies.decision import Decision, NoInstance, RequestInfo
 from kvtax_fleet.records.decisions import Candidate, Snapshot
@@ -385,3 +388,13 @@ def test_pd_sep_decodes_where_there_is_room():
     decision = decide("pd_sep", [prefill, full], 1_000)
     assert (decision.instance, decision.prefill) == ("d1", None)
     assert decision.reason == "no room for KV to arrive: co-located"
+
+
+def test_the_proxys_page_lists_each_policy_with_its_parameters():
+    page = (FLEET / "docs/proxy.md").read_text()
+    section = page[page.index("## Policies") : page.index("## What is cached")]
+    rows = dict(re.findall(r"^\| `(\w+)` \|(.*)", section, re.MULTILINE))
+    assert rows.keys() == POLICIES.keys()
+    for name in ("dynamo", "linear", "cache_aware", "unified"):
+        shown = set(re.findall(r"`(\w+)` \(", rows[name]))
+        assert shown == set(POLICIES[name].parameters.__struct_fields__)

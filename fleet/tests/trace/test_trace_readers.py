@@ -20,6 +20,7 @@ from fleet.tests.trace.trace_commands import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtax_fleet.paths import FLEET
 from kvtax_fleet.trace import Request, TraceError, read_trace, write_trace
 from kvtax_fleet.trace.prompts import prompt
 
@@ -285,3 +286,22 @@ def test_every_version_in_every_process_makes_the_same_prompt():
     made = prompt(request([0, 5, 2**63 - 1], 200, 64), 32_000)
     digest = hashlib.sha256(made.astype("<i4").tobytes()).hexdigest()
     assert digest.startswith("22aacc47820155eb")
+
+
+def test_the_pages_example_makes_a_trace_of_a_users_log(tmp_path, monkeypatch):
+    page = (FLEET / "docs/traces.md").read_text()
+    example = page.split("```python\n")[1].split("```")[0]
+    rows = [(0.0, "a", 40, 5.0), (1.0, "b", 32, 2.0), (9.0, "a", 64, 12.0)]
+    names = ("time", "session", "prompt_ids", "end")
+    logged = [
+        dict(zip(names, (time, session, [*range(length)], end), strict=True))
+        for time, session, length, end in rows
+    ]
+    put(tmp_path / "log.jsonl", *(row | {"answer_tokens": 7} for row in logged))
+    monkeypatch.chdir(tmp_path)
+    exec(compile(example, "traces.md", "exec"), {})
+    first, other, second = read_trace(tmp_path / "trace.jsonl.xz")
+    assert (first.session, second.session, second.turn) == ("s0", "s0", 1)
+    assert second.hashes[:2] == first.hashes[:2] == other.hashes
+    assert second.think_s == 4.0
+    assert second.input_tokens == 64
