@@ -15,7 +15,7 @@ from kvtax_fleet.instances import (
     read_instances,
     write_instances,
 )
-from kvtax_fleet.records.instances import Address, Instance
+from kvtax_fleet.records.instances import Instance
 
 URLS = ["http://10.0.0.1:8000", "http://10.0.0.2:8000/"]
 TWO = [
@@ -30,7 +30,6 @@ READERS = [
         role="prefill",
         connector="mooncake",
         bootstrap_url=f"http://h:1{n}",
-        direct_read=Address("h", n),
         kv_tokens=1,
     )
     for n in (1, 2)
@@ -85,14 +84,6 @@ def test_a_list_of_urls_is_an_instances_file(name, content, tmp_path):
         ("a.json", '[{"url": "http://x", "block_tokens": 0}]', "block_tokens"),
         ("a.json", '[{"url": "http://x", "kv_tokens": -5}]', "kv_tokens"),
         ("a.json", '[{"url": "http://x", "data_parallel_rank": -1}]', "rank"),
-        *(
-            (
-                "a.json",
-                f'[{{"url": "http://x", "direct_read": {{"host": "h", "port": {n}}}}}]',
-                "direct_read.port",
-            )
-            for n in (0, 65536)
-        ),
         ("a.toml", b"\xff", "utf-8"),
     ],
 )

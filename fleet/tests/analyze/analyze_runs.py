@@ -159,7 +159,6 @@ def write_arm(folder: Path, truth: Truth, repeat: int, seed: int) -> None:
                     policy=truth.policy,
                     instance=other if misplaced else decision.instance,
                     prefill_instance=decision.prefill,
-                    read_from=decision.read_from,
                     reason=decision.reason,
                     kind=decision.kind,
                     prompt_tokens=prompt,

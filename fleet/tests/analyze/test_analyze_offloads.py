@@ -51,7 +51,6 @@ def decision(number: int, reason: str = "pinned", **more: object) -> DecisionRec
         "policy": "elastic",
         "instance": "i1",
         "prefill_instance": None,
-        "read_from": None,
         "kind": "HEAVY",
         "prompt_tokens": 30_000,
         "form": "ids",

@@ -147,7 +147,6 @@ def test_an_arm_is_compared_at_its_own_concurrency():
     ("arm", "what"),
     [
         (Arm("elastic"), "a `connector` that moves KV"),
-        (Arm("direct_read"), "a `connector` that reads from peers"),
         (Arm("pd_sep", connector="mooncake_both"), "prefill and decode"),
         (
             Arm("pd_sep", connector="mooncake_both", roles=["prefill", *["both"] * 3]),

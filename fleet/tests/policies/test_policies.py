@@ -96,8 +96,6 @@ def test_a_decision_is_possible_the_same_again_and_of_the_lowest_score_if_not_pi
     assert roles[decision.instance] != "prefill"
     assert decision.prefill is None or roles[decision.prefill] != "decode"
     assert decision.prefill != decision.instance
-    assert decision.read_from is None or decision.read_from in roles
-    assert decision.read_from != decision.instance
     if decision.instance != snapshot.pinned:
         lowest = min(decision.scores.values())
         assert decision.scores[decision.instance] == lowest
@@ -297,17 +295,6 @@ def test_elastic_offloads_to_prefill_instances_alone_where_there_are_any():
     assert (chosen.instance, chosen.prefill) == ("here", "pool")
     without = decide("elastic", [idle, here], prompt_tokens=30_000, pinned="here")
     assert without.prefill == "idle"
-
-
-def test_direct_read_names_the_peer_with_the_longest_prefix():
-    here = candidate("here", cached_tokens=100)
-    some = candidate("some", cached_tokens=650)
-    most = candidate("most", cached_tokens=700)
-    chosen = {"pinned": "here", "prompt_tokens": 1000}
-    assert decide("direct_read", [here, some, most], **chosen).read_from == "most"
-    little = [here, candidate("b", cached_tokens=611)]
-    assert decide("direct_read", little, **chosen).read_from is None
-    assert decide("direct_read", little, min_gain_tokens=9, **chosen).read_from == "b"
 
 
 def test_parameters_are_checked_and_said_as_text_or_numbers():

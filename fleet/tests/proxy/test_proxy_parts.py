@@ -23,7 +23,7 @@ from kvtax_fleet.proxy.loads import FleetLoad
 from kvtax_fleet.proxy.router import Mirror, PrefixIndex
 from kvtax_fleet.proxy.settings import Settings, SettingsError, check
 from kvtax_fleet.records.decisions import DecisionEnd, DecisionsHeader
-from kvtax_fleet.records.instances import Address, Instance
+from kvtax_fleet.records.instances import Instance
 
 keys = st.integers(0, 6)
 
@@ -118,12 +118,10 @@ MOONCAKE = {"connector": "mooncake", "bootstrap_url": "http://h:1"}
 @pytest.mark.parametrize(
     ("settings", "fields", "reason"),
     [
-        (Settings("direct_read"), {}, "direct_read"),
         (Settings("elastic"), {}, "all need the connector"),
         (Settings("elastic"), {"connector": "mooncake"}, "bootstrap_url"),
         (Settings("pd_sep"), MOONCAKE, "role prefill and of role decode"),
         (Settings("linear"), {}, None),
-        (Settings("direct_read"), {"direct_read": Address("h", 1)}, None),
         (Settings("elastic"), MOONCAKE, None),
         (Settings("elastic"), {"connector": "nixl"}, None),
     ],

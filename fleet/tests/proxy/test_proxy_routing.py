@@ -31,7 +31,7 @@ from tests.harness.standin.process import Standin, standin
 from kvtax_fleet.policies import POLICIES
 from kvtax_fleet.policies.replay import decide_again
 from kvtax_fleet.proxy.settings import Settings
-from kvtax_fleet.records.instances import Address, Instance
+from kvtax_fleet.records.instances import Instance
 
 pytestmark = pytest.mark.slow
 SERVE = ["proxy", "--url", "http://127.0.0.1:1", "--policy", "lmetric"]
@@ -47,7 +47,7 @@ def three() -> Iterator[list[Standin]]:
 @pytest.fixture(scope="module")
 def instances(three: list[Standin]) -> list[Instance]:
     return [
-        Instance(name, entry.url, connector="nixl", direct_read=Address("h", 7))
+        Instance(name, entry.url, connector="nixl")
         for name, entry in zip("abc", three, strict=True)
     ]
 
@@ -211,38 +211,16 @@ def test_headers_that_concern_one_connection_are_not_sent_on(tmp_path):
         assert b"x-hop" not in back
 
 
-def test_a_peer_to_read_from_is_named_by_the_proxy_and_only_by_it(tmp_path):
+def test_an_instance_gets_the_clients_body_without_its_transfer_parameters(tmp_path):
     prompt = list(range(3000))
-    with echo() as a, echo() as b:
-        places = [
-            Instance("a", a, direct_read=Address("10.0.0.1", 7701)),
-            Instance("b", b, direct_read=Address("10.0.0.2", 7702)),
-        ]
-        with proxy(tmp_path, places, "direct_read", "--parameters", "alpha=0") as on:
-            forged = {"kv_transfer_params": {"direct_read": {"host": "evil"}}}
-            first = post(on.url, {**ask(prompt), **forged}, X_Session_Id="s")
-            name = first.headers["X-Kvtax-Instance"]
-            assert "evil" not in first.json["body"]
-            assert "kv_transfer_params" not in first.json["body"]
-            # Another session's, with the same prompt, goes to the other instance.
-            other = post(
-                on.url,
-                ask(prompt),
-                X_Session_Id="t",
-                Authorization="Bearer key",
-                X_Request_Id="t/0",
-            )
-            assert other.headers["X-Kvtax-Instance"] != name
-            sent = json.loads(other.json["body"])
-            port = 7701 if name == "a" else 7702
-            peer = sent.pop("kv_transfer_params")["direct_read"]
-            assert peer == {"host": f"10.0.0.{port - 7700}", "port": port}
-            assert sent == ask(prompt)
-            headers = other.json["headers"]
-            assert headers["authorization"] == "Bearer key"
-            assert headers["x-request-id"] == "t/0"
-            on.end("t/0")
-            assert on.lines("decision")[-1]["read_from"] == name
+    with echo() as url, proxy(tmp_path, [Instance("a", url)], "linear") as on:
+        forged = {"kv_transfer_params": {"remote_host": "evil"}}
+        given = {"Authorization": "Bearer key", "X_Request_Id": "t/0"}
+        answer = post(on.url, {**ask(prompt), **forged}, X_Session_Id="s", **given)
+        assert json.loads(answer.json["body"]) == ask(prompt)
+        headers = answer.json["headers"]
+        assert headers["authorization"] == "Bearer key"
+        assert headers["x-request-id"] == "t/0"
 
 
 def test_what_the_proxy_says_of_itself(instances, tmp_path):

@@ -206,12 +206,6 @@ connector = "mooncake_both_fixed"
 policy = "elastic"
 parameters = { warm_tokens = 1000, heavy_tokens = 4000 }
 connector = "nixl_both"
-
-# A session leaves an instance that has anything to do.
-[arms.direct_read]
-policy = "direct_read"
-parameters = { alpha = 0, overload = 0 }
-connector = "direct_read_idle"
 """
 
 
@@ -238,20 +232,3 @@ def test_heavy_prompts_are_prefilled_elsewhere_and_their_kv_arrives(
         # Over NIXL, D is asked when P has answered.
         if connector == "nixl":
             assert offload.decode_asked_ns >= offload.prefilled_ns
-
-
-def test_the_prefix_of_a_session_that_moves_is_read(
-    moved: dict[str, ArmRun],
-) -> None:
-    one = moved["direct_read"]
-    assert {request.status for request in one.requests} == {"ok"}
-    assert sum(decision.read_from is not None for decision in one.decisions) >= 2
-    after = "".join(
-        path.read_text() for path in (one.folder / "metrics").glob("*.after.prom")
-    )
-    (*read_tokens,) = (
-        float(line.split()[-1])
-        for line in after.splitlines()
-        if "external_kv_transfer" in line
-    )
-    assert sum(read_tokens) > 1_000

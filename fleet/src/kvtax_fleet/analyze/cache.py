@@ -177,7 +177,6 @@ def belief(requests: pl.DataFrame, block_tokens: int) -> Belief | None:
         pl.col("believed_cached").is_not_null()
         & pl.col("cached_tokens").is_not_null()
         & pl.col("prefill_instance").is_null()
-        & pl.col("read_from").is_null()
         & (pl.col("status") == "ok")
     )
     if known.is_empty():

@@ -77,7 +77,6 @@ NOTHING = ArmRun(
 DECISION_COLUMNS: dict[str, Any] = {
     "id": pl.String,
     "decided_instance": pl.String,
-    "read_from": pl.String,
     "decided_class": pl.String,
     "asked_tokens": pl.Int64,
     "believed_cached": pl.Int64,
@@ -130,7 +129,6 @@ def _decided(line: DecisionRecord) -> dict[str, Any]:
         # The replayer quotes characters that a header may not hold.
         "id": unquote(line.id),
         "decided_instance": line.instance,
-        "read_from": line.read_from,
         "decided_class": line.kind,
         "asked_tokens": line.prompt_tokens,
         "believed_cached": _believed_cached(line, line.instance),

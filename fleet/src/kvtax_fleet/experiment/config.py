@@ -184,10 +184,6 @@ def check_arms(experiment: Experiment) -> None:
                 f"{needs} a `connector` that moves KV as Mooncake and NIXL do, such as "
                 "mooncake_both_fixed"
             )
-        if policy.reads_peers and wanted.connector.transfer != "direct_read":
-            raise ConfigError(
-                f"{needs} a `connector` that reads from peers, such as direct_read_idle"
-            )
         if policy.needs_pools and not {"prefill", "decode"} <= set(wanted.roles):
             raise ConfigError(f"{needs} instances of both `roles`, prefill and decode")
 

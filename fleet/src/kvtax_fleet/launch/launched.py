@@ -195,8 +195,6 @@ def _complaints(instance: Instance) -> list[str]:
     if instance.bootstrap_url:
         parts = urlsplit(instance.bootstrap_url)
         wrong += _unreachable(instance, "bootstrap_url", parts.hostname, parts.port)
-    if side := instance.direct_read:
-        wrong += _unreachable(instance, "direct_read", side.host, side.port)
     return wrong
 
 

@@ -13,7 +13,7 @@ from kvtax.engine.server import ServerSpec, resolve
 from kvtax.proc.ports import LOOPBACK, Ports
 
 from kvtax_fleet.launch.instance_settings import InstanceSettings
-from kvtax_fleet.records.instances import Address, Instance, Role
+from kvtax_fleet.records.instances import Instance, Role
 
 KV_ROLES: dict[Role, str] = {
     "both": "kv_both",
@@ -83,14 +83,12 @@ def _instance(spec: FleetSpec, index: int, ports: Ports) -> Instance:
     bootstrap = f"http://{LOOPBACK}:{ports.bootstrap}"
     # Only an instance that sends KV has a bootstrap server.
     bootstraps = transfer == "mooncake" and role != "decode"
-    side = Address(LOOPBACK, ports.direct_read)
     return Instance(
         name=f"i{index}",
         url=f"http://{LOOPBACK}:{ports.http}",
         role=role,
         connector=transfer,
         bootstrap_url=bootstrap if bootstraps else None,
-        direct_read=side if transfer == "direct_read" else None,
         block_tokens=spec.settings.block_size,
         kv_tokens=_kv_tokens(spec.settings),
     )

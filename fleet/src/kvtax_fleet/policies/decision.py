@@ -42,16 +42,14 @@ class RequestInfo(msgspec.Struct, frozen=True):
 class Decision(msgspec.Struct, frozen=True):
     """Instance that a request goes to.
 
-    `prefill`: prefill there first; the KV then moves to `instance`. `read_from`: the
-    peer that `instance` may read the prefix from. `scores`: of every candidate that
-    could have been `instance`; lower is better. `kind`: WARM to HUGE, where the policy
-    tells them apart. `prefill_timeout_s`: for the prefill elsewhere; None is the
-    proxy's.
+    `prefill`: prefill there first; the KV then moves to `instance`. `scores`: of every
+    candidate that could have been `instance`; lower is better. `kind`: WARM to HUGE,
+    where the policy tells them apart. `prefill_timeout_s`: for the prefill elsewhere;
+    None is the proxy's.
     """
 
     instance: str
     prefill: str | None
-    read_from: str | None
     scores: dict[str, float]
     reason: str
     kind: str | None = None
@@ -66,16 +64,14 @@ class Policy(NamedTuple):
     """A routing policy, and what it needs of a fleet.
 
     `moves_kv`: its decisions may move KV between instances. `needs_pools`: instances of
-    role prefill and of role decode. `reads_peers`: instances with a `direct_read`
-    address. `sees_caches`: its decisions depend on what is cached where.
-    `reads_gauges`: they depend on the instances' metrics.
+    role prefill and of role decode. `sees_caches`: its decisions depend on what is
+    cached where. `reads_gauges`: they depend on the instances' metrics.
     """
 
     decide: Callable[[RequestInfo, Snapshot, Any], Decision]
     parameters: type[Parameters]
     moves_kv: bool = False
     needs_pools: bool = False
-    reads_peers: bool = False
     sees_caches: bool = True
     reads_gauges: bool = False
 
@@ -144,7 +140,7 @@ def placed(
     """Return the decision to prefill and decode on one of the candidates."""
     names = [candidate.name for candidate in candidates]
     by_name = dict(zip(names, scores, strict=True))
-    return Decision(names[index], None, None, by_name, reason)
+    return Decision(names[index], None, by_name, reason)
 
 
 def least(

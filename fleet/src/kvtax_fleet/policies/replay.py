@@ -33,7 +33,6 @@ def _decision(recorded: DecisionRecord) -> Decision:
     return Decision(
         recorded.instance,
         recorded.prefill_instance,
-        recorded.read_from,
         recorded.scores,
         recorded.reason,
         recorded.kind,
@@ -75,7 +74,7 @@ class Comparison(NamedTuple):
         """Return lines for a terminal."""
         by = f"{self.policy} {self.parameters}"
         lines = [f"{self.decisions} decisions by {self.recorded_policy}, again by {by}"]
-        for field in ("instance", "prefill", "read_from"):
+        for field in ("instance", "prefill"):
             share = self.differ[field] / self.decisions if self.decisions else 0.0
             lines.append(f"  {field} differs in {self.differ[field]} ({share:.1%})")
         if not self.reproduced:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies that move KV between instances, or let an instance read a peer's."""
+"""Policies that move KV between instances."""
 
 from __future__ import annotations
 
@@ -187,35 +187,9 @@ def _candidate(candidates: list[Candidate], name: str) -> Candidate:
     return next(candidate for candidate in candidates if candidate.name == name)
 
 
-class DirectReadParameters(LinearParameters, frozen=True):
-    """linear's parameters, and the smallest gain that is worth a look-up."""
-
-    min_gain_tokens: int = 512
-
-
-def decide_direct_read(
-    request: RequestInfo, snapshot: Snapshot, parameters: DirectReadParameters
-) -> Decision:
-    """Place like linear, and name a peer that has more of the prefix.
-
-    read_from = the other healthy instance with the longest cached prefix, if it is at
-    least `min_gain_tokens` longer than the chosen instance's. The chosen instance then
-    reads those blocks out of the peer's memory (connectors/direct_read) instead of
-    computing them. Ties go to the first in order: reading costs the peer next to
-    nothing.
-    """
-    chosen = decide_linear(request, snapshot, parameters)
-    here = _candidate(snapshot.candidates, chosen.instance)
-    peer = max(snapshot.candidates, key=lambda candidate: candidate.cached_tokens)
-    if peer.cached_tokens - here.cached_tokens < parameters.min_gain_tokens:
-        return chosen
-    return msgspec.structs.replace(chosen, read_from=peer.name)
-
-
 POLICIES = {
     "pd_sep": Policy(decide_pd_sep, PdSepParameters, moves_kv=True, needs_pools=True),
     "elastic": Policy(decide_elastic, ElasticParameters, moves_kv=True),
     "elastic_study": Policy(decide_elastic, ElasticStudyParameters, moves_kv=True),
     "elastic_skip": Policy(decide_elastic, ElasticSkipParameters, moves_kv=True),
-    "direct_read": Policy(decide_direct_read, DirectReadParameters, reads_peers=True),
 }

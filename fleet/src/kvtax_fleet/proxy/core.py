@@ -237,14 +237,10 @@ class Core(Generic[Payload]):
             if answer is not None:
                 return answer
         exchange.flight.prefills(exchange.route.new_tokens[d.name])
-        payload = exchange.body.raw
-        if decision.read_from is not None:
-            peer = self.instances[decision.read_from].direct_read
-            assert peer is not None  # settings.check
-            params = {"direct_read": {"host": peer.host, "port": peer.port}}
-            payload = exchange.body.with_transfer(params)
-        headers, streams = exchange.client.headers, exchange.body.streams
-        return await self._upstream.request(d, exchange.path, headers, payload, streams)
+        headers, body = exchange.client.headers, exchange.body
+        return await self._upstream.request(
+            d, exchange.path, headers, body.raw, body.streams
+        )
 
     async def _offload(
         self, exchange: Exchange[Payload], p: Instance, d: Instance

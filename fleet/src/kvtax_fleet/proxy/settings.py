@@ -91,8 +91,6 @@ def header_of(settings: Settings, instances: Sequence[Instance]) -> DecisionsHea
 def check(instances: Sequence[Instance], settings: Settings) -> None:
     """Raise SettingsError if instances and settings do not fit together."""
     policy = POLICIES[settings.policy]
-    if policy.reads_peers:
-        _need(instances, "direct_read", f"policy {settings.policy}")
     if policy.moves_kv:
         _check_transfer(instances, f"policy {settings.policy}")
     if policy.needs_pools:

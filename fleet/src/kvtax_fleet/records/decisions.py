@@ -89,8 +89,6 @@ class DecisionRecord(msgspec.Struct, kw_only=True, tag_field="type", tag="decisi
     """Where the request goes."""
     prefill_instance: str | None
     """Where it is prefilled first; null: where it goes."""
-    read_from: str | None
-    """The peer that `instance` may read the prefix from."""
     reason: str
     """Why, in words."""
     kind: str | None = msgspec.field(name="class")

@@ -19,15 +19,6 @@ Role = Literal["both", "prefill", "decode"]
 ConnectorKind = Literal["noop", "mooncake", "nixl", "direct_read"]
 
 
-class Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Address of a listening socket."""
-
-    host: str
-    """Name or IP address."""
-    port: Annotated[int, Meta(ge=1, le=65_535)]
-    """TCP port."""
-
-
 class Instance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One vLLM server, or one engine of it, as the proxy needs to know it."""
 
@@ -41,12 +32,6 @@ class Instance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The kind of transfer that the instance can take part in; null: plain vLLM."""
     bootstrap_url: str | None = None
     """Mooncake's bootstrap server; null where there is none."""
-    direct_read: Address | None = None
-    """Side channel of `direct_read`; null where there is none."""
-    kv_events: str | None = None
-    """ZMQ endpoint of the KV events, in files of earlier versions; nothing reads it."""
-    kv_events_replay: str | None = None
-    """As `kv_events`: the endpoint that repeats missed ones."""
     block_tokens: Annotated[int, Meta(ge=1)] = 16
     """Tokens per KV cache block."""
     kv_tokens: Annotated[int, Meta(ge=1)] | None = None

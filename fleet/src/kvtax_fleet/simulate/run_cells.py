@@ -52,7 +52,6 @@ from kvtax_fleet.simulate.endpoints import (
 )
 from kvtax_fleet.simulate.links import Links
 from kvtax_fleet.simulate.transfers import (
-    DirectReads,
     MooncakeTransfers,
     NixlTransfers,
 )
@@ -148,7 +147,7 @@ def run_cell(cell: Cell) -> None:
 
 def _fleet(cell: Cell, loop: VirtualLoop) -> dict[str, VirtualInstance]:
     cost = StepCost(cell.forward, cell.host)
-    workers = _workers(cell, loop)
+    workers = _workers(cell)
     fleet = {}
     for member in cell.members:
         instance = member.instance
@@ -161,17 +160,13 @@ def _fleet(cell: Cell, loop: VirtualLoop) -> dict[str, VirtualInstance]:
     return fleet
 
 
-def _workers(
-    cell: Cell, loop: VirtualLoop
-) -> MooncakeTransfers | NixlTransfers | DirectReads | None:
+def _workers(cell: Cell) -> MooncakeTransfers | NixlTransfers | None:
     instance = cell.members[0].instance
     links = Links(cell.transfer, instance.block_tokens)
     if instance.connector == "mooncake":
         return MooncakeTransfers(links)
     if instance.connector == "nixl":
         return NixlTransfers(links)
-    if instance.connector == "direct_read":
-        return DirectReads(links, loop)
     return None
 
 

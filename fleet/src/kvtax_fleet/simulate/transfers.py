@@ -8,10 +8,8 @@ step, as from a worker.
 
 from __future__ import annotations
 
-from asyncio import Future
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from vllm import envs
@@ -20,9 +18,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from kvtax_fleet.records.instances import Instance
 from kvtax_fleet.simulate.links import Links
 from kvtax_fleet.simulate.virtual_engine import VirtualEngine
-from kvtax_fleet.simulate.virtual_loop import VirtualLoop
 
-Address = tuple[str, int]
 # The end in ns and the request of each transfer under way.
 UnderWay = list[tuple[int, str]]
 # Takes a time in ns.
@@ -222,107 +218,3 @@ class NixlTransfers(_Worker):
         ]:
             del held[request_id]
             self._sent(engine, now_ns, request_id)
-
-
-@dataclass(frozen=True)
-class _Peer:
-    """A peer whose workers have no memory to read."""
-
-    workers: list[Any] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class _LookUp:
-    """The result of a look-up, whose age is by the virtual clock."""
-
-    offer: Any
-    deadline_s: float
-    loop: VirtualLoop
-    peer: _Peer = _Peer()
-    failed: bool = False
-
-    def is_stale(self) -> bool:
-        return self.loop.time() > self.deadline_s
-
-
-class DirectReads:
-    """All direct reads under way in a fleet; also the look-ups of its schedulers.
-
-    Ledgers are the connector's own, as an engine core has made them. In place of the
-    network, a peer's ledger is read after half a round trip, and a pull is validated
-    there when its blocks have arrived. A peer forgets no offer for its age: reads end
-    sooner than that.
-    """
-
-    def __init__(self, links: Links, loop: VirtualLoop) -> None:
-        self._links = links
-        self._loop = loop
-        self._ledgers: dict[Address, Any] = {}
-        self._names: dict[Address, str] = {}
-        self._offer_lifetime_s = 0.0
-        self._expect: dict[str, Expect] = defaultdict(lambda: _ignore)
-        # By engine: pulls that have ended, with the blocks that do not count.
-        self._ended: dict[str, list[tuple[str, list[int]]]] = defaultdict(list)
-
-    def join(self, instance: Instance, engine: VirtualEngine) -> None:
-        """Let the instance read from all others, and be read by them."""
-        connector: Any = engine.scheduler.connector
-        side = connector.connector_scheduler
-        assert instance.direct_read is not None
-        address = instance.direct_read.host, instance.direct_read.port
-        self._ledgers[address] = side.ledger
-        self._names[address] = instance.name
-        self._offer_lifetime_s = side.offer_lifetime_s
-        side.lookups = self
-        finish_step = side.finish_step
-        # A step's call is made at once; its blocks are written when its forward ends.
-        side.finish_step = lambda: self._loop.call_at_ns(
-            engine.clock.now_ns, finish_step
-        )
-
-    def step(self, engine: str, metadata: Any, now_ns: int) -> KVConnectorOutput | None:
-        """Do the work of the engine's worker in a step; return its report.
-
-        `metadata` is a DirectReadMetadata.
-        """
-        for pull in metadata.pulls:
-            peer = self._names[pull.host, pull.port]
-            blocks = len(pull.block_ids)
-            end_ns = self._links.carry(peer, engine, blocks, now_ns)
-            self._loop.call_at_ns(end_ns, self._arrived, engine, pull)
-        ended = self._ended.pop(engine, None)
-        if ended is None:
-            return None
-        # A list: blocks are freed in the same order in every process.
-        received: Any = [request_id for request_id, _ in ended]
-        return KVConnectorOutput(
-            finished_recving=received,
-            invalid_block_ids={block for _, failed in ended for block in failed},
-        )
-
-    def announce(self, engine: str, expect: Expect) -> None:
-        """Call `expect` with the time of each report of the engine's worker, before."""
-        self._expect[engine] = expect
-
-    def ask(self, address: Address, hashes: list[bytes]) -> Future[_LookUp]:
-        """Look up the peer at `address`, as the connector's own Lookups do."""
-        answer: Future[_LookUp] = self._loop.create_future()
-        deadline_s = self._loop.time() + self._offer_lifetime_s
-
-        def look_up() -> None:
-            offer = self._ledgers[address].lookup(hashes)
-            looked_up = _LookUp(offer, deadline_s, self._loop)
-            self._after_latency(answer.set_result, looked_up)
-
-        self._after_latency(look_up)
-        return answer
-
-    def _after_latency(self, callback: Callable[..., object], *args: Any) -> None:
-        due_ns = self._loop.now_ns() + self._links.latency_ns
-        self._loop.call_at_ns(due_ns, callback, *args)
-
-    def _arrived(self, engine: str, pull: Any) -> None:
-        valid = self._ledgers[pull.host, pull.port].validate(pull.token) - pull.skipped
-        failed = pull.block_ids[max(valid, 0) :]
-        self._ended[engine].append((pull.request_id, failed))
-        self._expect[engine](self._loop.now_ns())
