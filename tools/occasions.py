@@ -40,8 +40,10 @@ def main() -> int:
 
 
 def committed() -> list[PerConfig]:
-    """Judge the committed sweeps, the one of SUMMARY.md last."""
-    return [read(file) for file in (*sorted(SWEEPS.glob("*.json.gz")), COMMITTED)]
+    """Judge the committed sweeps that were not refused, that of SUMMARY.md last."""
+    files = (*sorted(SWEEPS.glob("*.json.gz")), COMMITTED)
+    sweeps = [read(file) for file in files]
+    return [own for own in sweeps if own.machine is None or not own.machine.refused]
 
 
 def read(file: Path) -> PerConfig:

@@ -23,7 +23,7 @@ FEWEST_CONFIGS = 4
 # A variance of nothing is of values that do not vary, such as no calls at all.
 LEAST_VARIANCE = 1e-10
 # Halves of degrees of freedom that are tried; the last stands for any number.
-HALVES = np.geomspace(0.1, 500.0, 400)
+HALVES: Floats = np.asarray(np.geomspace(0.1, 500.0, 400), np.float64)
 # The distribution weighs at most this share of the values that it is known from.
 MOST_WEIGHT = 0.5
 # Terms of the series of digamma and trigamma before the asymptotic rest.
