@@ -5,7 +5,7 @@
 #   bash run_all.sh [--profile NAME] [--only CONFIG]... [--repeats N] [--model PATH]
 #                   [--connector MODULE:CLASS [--connector-config JSON|@FILE]] [--limits FILE]
 #                   [--python PATH | --vllm VERSION] [--out DIR [--resume]]
-#                   [--profile-cpu] [--ray ADDRESS [--insecure]] [--wait SECONDS]
+#                   [--profile-cpu] [--ray ADDRESS [--insecure]]
 #                   [--check | --report RUN]
 #
 # The run goes to runs/NAME or --out DIR, and so does its result: SUMMARY.md, report.html,
@@ -21,7 +21,6 @@
 #   --limits FILE        limits to check, such as configs/limits/ci.toml
 #   --python PATH        measure the vLLM of this Python, and leave it as it is
 #   --vllm VERSION       measure this release, in a new environment (up to 9 GB)
-#   --wait SECONDS       wait for another measurement on this machine (default: refuse)
 #   --resume             keep the finished trials of --out
 #   --profile-cpu        then sample one more server of each config: where CPU time goes
 #   --ray ADDRESS        measure on all hosts of a Ray cluster (docs/operate.md)

@@ -16,13 +16,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvtax.cli.options import (
-    add_connector_config,
-    add_ray,
-    add_vllm,
-    add_wait,
-    cluster_of,
-)
+from kvtax.cli.options import add_connector_config, add_ray, add_vllm, cluster_of
 
 if TYPE_CHECKING:
     from kvtax.engine.installation import Installation
@@ -89,7 +83,6 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         help="then sample one more server of each config: where its CPU time goes",
     )
     add_ray(parser, "measure on all hosts")
-    add_wait(parser)
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument(
         "--check",
@@ -121,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
     profile, installed = _profile(arguments), _installed(arguments)
     if not arguments.check and not arguments.ray:
         # Before checks that take half a minute; it is held from the first server on.
-        with machine_lock(arguments.wait_s):
+        with machine_lock():
             print("sweep: checking vLLM, patches and this machine ...", flush=True)
     if arguments.check:
         from microbench.machine_fit import check
@@ -145,7 +138,6 @@ def _gate_is_worse(arguments: argparse.Namespace, profile: Profile) -> bool:
     options = GateOptions(
         connector=arguments.connector,
         connector_config=arguments.connector_config,
-        wait_s=arguments.wait_s,
         python=arguments.python,
         vllm=arguments.vllm,
         limits=arguments.limits,
@@ -184,7 +176,7 @@ def _measure(
     )
     on_hosts = _on_hosts(arguments)
     # With --ray, each round takes the lock of its host.
-    with nullcontext() if on_hosts else machine_lock(arguments.wait_s):
+    with nullcontext() if on_hosts else machine_lock():
         trials = sweep(
             run_dir,
             profile,

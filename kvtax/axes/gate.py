@@ -46,8 +46,7 @@ class GateOptions:
     `connector` and `connector_config` are as own_connector takes them. The vLLM is that
     of the interpreter `python`, or the release `vllm`. `limits` and `since` (the cell
     of an older commit) are read; `out`, `junit` and `summary` are written. `repository`
-    is the connector's, for the commit in the cell. For `wait_s` another measurement on
-    the machine may go on.
+    is the connector's, for the commit in the cell.
     """
 
     connector: str
@@ -60,7 +59,6 @@ class GateOptions:
     junit: Path | None = None
     summary: Path | None = None
     repository: Path | None = None
-    wait_s: float = 0.0
 
 
 class NotMeasured(Exception):
@@ -225,7 +223,7 @@ def _measure(name: str, connector: Connector, options: GateOptions) -> CellRecor
     if not options.vllm:
         # A Python without vLLM is named whether or not the machine is busy.
         _require_cpu(installation(options.python))
-    with machine_lock(options.wait_s):
+    with machine_lock():
         which = options.vllm or options.python
         print(f"gate: checking the vLLM of {which} ...", file=sys.stderr, flush=True)
         installed = (

@@ -94,8 +94,7 @@ class Choice:
 
     Of some releases and connectors, or of all that can be installed; or of the vLLM
     whose Python files are in `vllm`, on the compiled parts of the vLLM of `python`, or
-    of the newest release with a CPU build. For `wait_s` another measurement on the
-    machine may go on.
+    of the newest release with a CPU build.
     """
 
     releases: list[str] | None = None
@@ -104,7 +103,6 @@ class Choice:
     vllm: Path | None = None
     python: str | None = None
     folder: Path = RESULTS
-    wait_s: float = 0.0
 
     def names(self) -> list[str]:
         """List the releases. Raises InstallationError if `vllm` has no vLLM."""
@@ -144,7 +142,7 @@ def measure_matrix(matrix: Matrix, choice: Choice, ray: Cluster | None) -> None:
     configs = {connector: load_connector(connector) for _, connector in cells}
     with choice.installed({release for release, _ in cells}) as installed:
         if ray is None:
-            records = _measure_here(matrix, cells, configs, installed, choice.wait_s)
+            records = _measure_here(matrix, cells, configs, installed)
         else:
             records = _measure_on_hosts(ray, cells, installed)
         for number, cell in enumerate(records, 1):
@@ -223,11 +221,10 @@ def _measure_here(
     cells: list[CellName],
     configs: dict[str, Connector],
     installed: dict[str, Installation],
-    wait_s: float,
 ) -> Iterator[CellRecord]:
     """Yield each cell as soon as it is measured, so that a stopped run keeps it."""
     noop = load_connector(matrix.noop)
-    with machine_lock(wait_s):
+    with machine_lock():
         for release, name in cells:
             print(f"kvtax axes: measuring {name} on vLLM {release}", flush=True)
             there = installed[release]

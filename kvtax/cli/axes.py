@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kvtax.cli.options import add_ray, add_wait, cluster_of
+from kvtax.cli.options import add_ray, cluster_of
 
 OF_SOURCES = Path("runs/axes")
 
@@ -50,7 +50,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="for cells and page (default: studies/observatory, with --vllm "
         f"{OF_SOURCES})",
     )
-    add_wait(parser)
     parser.add_argument(
         "--page", action="store_true", help="measure nothing, write the page"
     )
@@ -88,7 +87,6 @@ def run(arguments: argparse.Namespace) -> int:
             vllm,
             arguments.python,
             folder,
-            arguments.wait_s,
         )
         measure_matrix(matrix, choice, ray)
     page = write_page(matrix, read_all_cells(folder), folder)

@@ -45,11 +45,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--serve", action="store_true", help="record a server on this machine"
     )
-    parser.add_argument(
-        "--python",
-        default=sys.executable,
-        help="with --serve: the Python that has vLLM for CPUs (default: this one)",
-    )
 
 
 class DemoError(Exception):
@@ -134,5 +129,5 @@ def _record(folder: Path, temporary: Path, arguments: argparse.Namespace) -> Non
 
     print("starting vLLM with a model that computes nothing ...", flush=True)
     with _aside(temporary) as scratch:
-        name = record_server(folder, scratch, arguments.python)
+        name = record_server(folder, scratch, sys.executable)
     print(f"recorded: {name}\n")

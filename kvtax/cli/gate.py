@@ -21,7 +21,6 @@ from kvtax.cli.options import (
     add_connector_config,
     add_limits,
     add_vllm,
-    add_wait,
     optional_path,
 )
 
@@ -61,7 +60,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="the connector's repository, for the commit in the cell",
     )
-    add_wait(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -61,18 +61,6 @@ def add_vllm(
     group.add_argument("--vllm", metavar="VERSION", help=vllm)
 
 
-def add_wait(parser: argparse.ArgumentParser) -> None:
-    """Add --wait for the end of another measurement on this machine."""
-    parser.add_argument(
-        "--wait",
-        dest="wait_s",
-        type=number(0),
-        default=0.0,
-        metavar="SECONDS",
-        help="wait for another measurement on this machine to end (default: refuse)",
-    )
-
-
 def add_connector_config(
     parser: argparse.ArgumentParser | argparse._ArgumentGroup,
 ) -> None:

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -12,8 +10,6 @@ from pathlib import Path
 from kvtax.proc.user_files import LockHeld, user_lock
 
 MEASUREMENT = "kvtax-measurement.lock"
-# Seconds between two attempts of a command that waits.
-POLL_S = 0.5
 # Characters of the owner's command that are shown.
 MOST_COMMAND = 160
 
@@ -25,30 +21,17 @@ class MachineBusy(Exception):
 
 
 @contextmanager
-def machine_lock(wait_s: float = 0) -> Iterator[None]:
-    """Hold the machine for one measurement. Raises MachineBusy after `wait_s`.
+def machine_lock() -> Iterator[None]:
+    """Hold the machine for one measurement. Raises MachineBusy.
 
     The lock is this user's, so that no other user can keep it for ever.
     """
     with ExitStack() as stack:
-        _acquire(stack, wait_s)
-        yield
-
-
-def _acquire(stack: ExitStack, wait_s: float) -> None:
-    until_s = time.monotonic() + wait_s
-    busy = ""
-    while True:
         try:
             stack.enter_context(user_lock(MEASUREMENT))
-            return
         except LockHeld as error:
-            is_first, busy = not busy, busy or _busy(error.pid)
-        if time.monotonic() >= until_s:
-            raise MachineBusy(f"{busy}: wait for its end, as --wait SECONDS does")
-        if is_first:
-            print(f"{busy}: waiting up to {wait_s:g} s", file=sys.stderr, flush=True)
-        time.sleep(POLL_S)
+            raise MachineBusy(_busy(error.pid)) from None
+        yield
 
 
 def _busy(pid: int) -> str:
@@ -57,7 +40,7 @@ def _busy(pid: int) -> str:
         words += [_command(pid), f"in {_printable(_folder(pid))}"]
     return (
         "another sweep or experiment is running on this machine "
-        f"({', '.join(words)}); two would disturb each other"
+        f"({', '.join(words)}); two would disturb each other: wait for its end"
     )
 
 

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 import psutil
 
 FIRST, LAST = 20_000, 32_000
-# Mooncake's MC_MIN_RPC_PORT to MC_MAX_RPC_PORT, as it has them by default.
-MOONCAKE = range(15_000, 17_001)
 LOOPBACK = "127.0.0.1"
 PORTS_PER_SERVER = 16
 MOST_SERVERS = (LAST - FIRST - 1) // PORTS_PER_SERVER
@@ -25,7 +23,7 @@ TRIES = 200
 
 
 class PortsError(Exception):
-    """No free ports where they were wanted; the message says which is taken."""
+    """No free ports are left."""
 
     exit_code = 3
 
@@ -46,20 +44,12 @@ class Ports:
     vllm_internal: int
 
 
-def reserve(servers: int, base: int | None = None) -> list[Ports]:
-    """Find ports for so many servers, free a moment ago, from `base` on if given.
-
-    Raises PortsError.
-    """
+def reserve(servers: int) -> list[Ports]:
+    """Find ports for so many servers, free a moment ago. Raises PortsError."""
     span = servers * PORTS_PER_SERVER
-    if base is not None:
-        if (taken := _first_taken(base, span)) is not None:
-            why = "Mooncake's to choose" if taken in MOONCAKE else "taken"
-            raise PortsError(f"port {taken} is {why}: choose another --base-port")
-        return staggered(base, servers)
     for _ in range(TRIES):
         base = random.randrange(FIRST, LAST - span)
-        if _first_taken(base, span) is None:
+        if all(map(_is_free, range(base, base + span))):
             return staggered(base, servers)
     raise PortsError(f"no {span} free ports in a row between {FIRST} and {LAST}")
 
@@ -79,18 +69,15 @@ def staggered(base: int, servers: int) -> list[Ports]:
     ]
 
 
-def _first_taken(base: int, span: int) -> int | None:
-    for port in range(base, base + span):
-        if port in MOONCAKE:
-            return port
-        with socket.socket() as probe:
-            # As servers do: a connection that has only just ended is no obstacle.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("", port))
-            except (OSError, OverflowError):
-                return port
-    return None
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        # As servers do: a connection that has only just ended is no obstacle.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
 
 
 def listener_pid(port: int) -> int | None:

@@ -170,19 +170,6 @@ def test_a_prompt_takes_the_simulated_time_and_the_next_finds_it_cached(
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 1_900
 
 
-def test_a_second_fleet_on_the_same_ports_is_refused(instances, tmp_path):
-    port = urlsplit(instances[0].url).port
-    options = ["--instances", "1", "--base-port", str(port)]
-    refused = subprocess.run(
-        [*LAUNCH, *options, "--folder", str(tmp_path / "second")],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-    )
-    assert refused.returncode == 3
-    assert f"port {port} is taken" in refused.stderr
-
-
 def test_ctrl_c_leaves_nothing(fleet, instances):
     """Last: it ends the fleet."""
     process, folder = fleet

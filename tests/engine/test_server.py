@@ -33,11 +33,13 @@ from kvtax.engine.server import ServerSpec, resolve
 from kvtax.patcher.at_import import SOURCES
 from kvtax.patcher.import_finder import MODULES
 from kvtax.paths import PATCHES, REPOSITORY
-from kvtax.proc.ports import MOONCAKE, PortsError, reserve
+from kvtax.proc.ports import reserve
 from tests.releases import bare_environment, package_of
 
 READ = "direct_read_serving"
 # What `ray start` has for --min-worker-port and --max-worker-port.
+# MC_MIN_RPC_PORT to MC_MAX_RPC_PORT, as Mooncake has them by default.
+MOONCAKES = range(15_000, 17_001)
 RAYS_WORKERS = range(10_002, 20_000)
 
 
@@ -161,14 +163,7 @@ def test_no_two_servers_share_a_port(servers):
 @pytest.mark.slow
 def test_no_port_is_one_that_mooncake_or_ray_may_choose_meanwhile():
     for _ in range(200):
-        assert reserve(8)[0].http >= max(MOONCAKE.stop, RAYS_WORKERS.stop)
-    with pytest.raises(PortsError, match="port 15000 is Mooncake's to choose"):
-        reserve(1, MOONCAKE.start - 3)
-
-
-def test_ports_that_are_not_there_are_refused():
-    with pytest.raises(PortsError, match="port 65536 is taken"):
-        reserve(1, 65_530)
+        assert reserve(8)[0].http >= max(MOONCAKES.stop, RAYS_WORKERS.stop)
 
 
 SHORT_CIRCUIT = "mooncake_get_finished_short_circuit"

@@ -430,18 +430,6 @@ def test_a_second_measurement_is_refused_and_the_next_one_is_not(own_lock):
         pass
 
 
-@pytest.mark.slow
-def test_who_waits_gets_the_machine_when_its_owner_has_ended(own_lock, capsys):
-    command = [sys.executable, "-c", HOLD.replace("600", "2"), own_lock]
-    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE) as holder:
-        assert holder.stdout.readline() == b"held\n"
-        with pytest.raises(MachineBusy):
-            machine_lock(0.1).__enter__()
-        with machine_lock(DEADLINE_S):
-            assert holder.wait() == 0
-    assert f"process {holder.pid}" in capsys.readouterr().err
-
-
 def test_a_killed_measurement_holds_the_machine_no_longer(own_lock):
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLD, own_lock], cwd=REPOSITORY, stdout=subprocess.PIPE

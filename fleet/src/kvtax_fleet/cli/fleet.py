@@ -111,20 +111,9 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
         help="a config of configs/connectors/ (default: plain)",
     )
     parser.add_argument(
-        "--time-factor",
-        type=number(0),
-        default=1.0,
-        metavar="F",
-        help="multiply the null model's simulated forward time (default: 1)",
-    )
-    parser.add_argument(
-        "--base-port", type=int, metavar="PORT", help="default: any free ports"
-    )
-    parser.add_argument(
-        "--folder", type=Path, help="folder of logs and records (default: in runs/)"
-    )
-    parser.add_argument(
-        "--out", type=Path, help="the instances file (default: in --folder)"
+        "--folder",
+        type=Path,
+        help="folder of instances.json, logs and records (default: in runs/)",
     )
     parser.add_argument(
         "--check",

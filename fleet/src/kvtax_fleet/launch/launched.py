@@ -29,7 +29,6 @@ from kvtax_fleet.instances import read_instances, write_instances
 from kvtax_fleet.launch.instance_settings import (
     InstanceSettings,
     read_instance_settings,
-    slowed,
 )
 from kvtax_fleet.launch.spec import (
     FleetSpec,
@@ -104,7 +103,6 @@ def launched(
     spec: FleetSpec,
     workshop: Workshop,
     folder: Path,
-    base_port: int | None = None,
 ) -> Iterator[list[LaunchedInstance]]:
     """Begin to start the instances, each with a folder below `folder`.
 
@@ -112,7 +110,7 @@ def launched(
     """
     started: list[LaunchedInstance] = []
     try:
-        ports = reserve(len(spec.roles), base_port)
+        ports = reserve(len(spec.roles))
         for member in members(spec, ports, assign_gpus(spec)):
             started.append(_start(spec, workshop, folder, member))
         yield started
@@ -249,10 +247,10 @@ def _run_until_ended(arguments: argparse.Namespace) -> None:
     spec = _spec(arguments)
     _check_machine(spec)
     folder = (arguments.folder or _new_folder()).resolve()
-    out = (arguments.out or folder / "instances.json").resolve()
+    out = folder / "instances.json"
     with (
         Workshop(folder / "workshop") as workshop,
-        launched(spec, workshop, folder, arguments.base_port) as fleet,
+        launched(spec, workshop, folder) as fleet,
     ):
         ready_s = wait_ready(fleet)
         write_instances(out, [each.instance for each in fleet])
@@ -267,8 +265,7 @@ def _run_until_ended(arguments: argparse.Namespace) -> None:
 
 
 def _spec(arguments: argparse.Namespace) -> FleetSpec:
-    profile = read_instance_settings(arguments.profile or PROFILE)
-    settings = slowed(profile, arguments.time_factor)
+    settings = read_instance_settings(arguments.profile or PROFILE)
     roles: list[Role] = ["both"] * arguments.instances
     if arguments.roles:
         named = arguments.roles.split(",")
