@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arrows between rooms, as docs/architecture.md draws them, hold in the code."""
+"""The arrows between rooms, as CONTRIBUTING.md draws them, hold in the code."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def _numbers(version: str) -> list[int]:
 
 
 def test_each_commit_is_described_in_the_order_of_the_series():
-    text = (REPOSITORY / "patches" / "upstream" / "descriptions.md").read_text()
+    text = (REPOSITORY / "patches" / "upstream" / "README.md").read_text()
     described = [
         line.removeprefix("## ") for line in text.splitlines() if line[:3] == "## "
     ]

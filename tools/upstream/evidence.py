@@ -7,7 +7,7 @@ Both versions of the changed module are loaded into one engine process of that v
 called in turns, in an order drawn anew. Times are medians with 95 % intervals, from
 resampling rounds. `kv_transfer_abort_race` runs scenarios of aborts instead, on that
 vLLM as it is and with the patch. Prints a table in Markdown and writes the result to
-tools/upstream/results/PATCH.json, whose table descriptions.md shows.
+tools/upstream/results/PATCH.json, whose table patches/upstream/README.md shows.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kvtax.report.markdown import table
 from tools.upstream import aborts
 
 RESULTS = Path(__file__).with_name("results")
-PAGE = REPOSITORY / "patches" / "upstream" / "descriptions.md"
+PAGE = REPOSITORY / "patches" / "upstream" / "README.md"
 WORKER = "tools.upstream.evidence_worker"
 VLLM = "0.33.0"
 # What engines of all releases need on a CPU.

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from kvtax.paths import REPOSITORY
 
 MOST_DAYS = 60
-PAGES = ("patches/upstream/descriptions.md", "docs/answers.md")
+PAGES = ("patches/upstream/README.md", "docs/answers.md")
 LOOKED_UP = re.compile(r"looked up on (20\d\d-\d\d-\d\d)")
 
 
