@@ -133,6 +133,7 @@ print(sorted(supervisors() & set(descendants(os.getppid()))))
 """
 
 
+@pytest.mark.slow
 def test_a_sweep_beside_it_is_not_refused_and_its_exit_status_is_passed_on():
     """Options of the command are its own."""
     command = [*STRESSOR, sys.executable, "-c", SEEN_BY_A_SWEEP + "raise SystemExit(3)"]

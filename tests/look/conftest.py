@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,10 +21,22 @@ def server(tmp_path) -> Server:
     return Server(tmp_path / "records")
 
 
+@pytest.fixture(scope="session")
+def written(tmp_path_factory) -> Path:
+    """Records of 400 steps and 50 requests, which no test changes."""
+    return served(tmp_path_factory.mktemp("written") / "records").write()
+
+
 @pytest.fixture
-def records(tmp_path) -> Path:
-    """Records of 400 steps and 50 requests."""
-    return served(tmp_path / "records").write()
+def records(tmp_path, written) -> Path:
+    """A copy of the records, to be changed."""
+    return shutil.copytree(written, tmp_path / "records")
+
+
+@pytest.fixture(scope="session")
+def whole(written) -> Instance:
+    """The instance of the unchanged records."""
+    return only(written)
 
 
 @pytest.fixture(autouse=True)

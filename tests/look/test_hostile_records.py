@@ -11,7 +11,7 @@ import random
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -56,12 +56,19 @@ def slow(*values: object) -> list:
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
+def some(cases: Iterable, fast: int) -> list:
+    """All cases, of which test-fast has the first few."""
+    return [*list(cases)[:fast], *slow(*list(cases)[fast:])]
+
+
 BAD_LINES = {
     "t_ns of 64 bits": {"t_ns": 2**64},
-    "t_ns of 63 bits": {"t_ns": 2**63},
-    "cache_size of 31 bits": {"cache_size": 2**31},
     "cache_size a string": {"cache_size": "many"},
     "NaN": {"step_us": float("nan")},
+    "UTF-8": b'{"step_id": 5, "t_ns": 1, "id": "\xff\xfe"}',
+    "no JSON": b"{",
+    "t_ns of 63 bits": {"t_ns": 2**63},
+    "cache_size of 31 bits": {"cache_size": 2**31},
     "infinite": {"step_us": float("inf")},
     "no step_id": {"step_id": None},
     "no t_ns": {"t_ns": None},
@@ -70,15 +77,13 @@ BAD_LINES = {
     "step_id below zero": {"step_id": -5},
     "1e400": b'{"step_id": 5, "t_ns": 1, "step_us": 1e400}',
     "NULs": b"\0" * 4096,
-    "UTF-8": b'{"step_id": 5, "t_ns": 1, "id": "\xff\xfe"}',
-    "no JSON": b"{",
     "a list": b"[1, 2]",
     "null": b"null",
 }
 
 
 @pytest.mark.parametrize("number", [8, *slow(2, 401)])
-@pytest.mark.parametrize("bad", BAD_LINES)
+@pytest.mark.parametrize("bad", some(BAD_LINES, 5))
 @pytest.mark.parametrize("file", [ENGINE, *slow(WORKER)])
 def test_a_bad_step_is_left_out_and_named(records, capsys, file, bad, number):
     path, value = records / file, BAD_LINES[bad]
@@ -123,7 +128,7 @@ BAD_REQUESTS = {
 
 
 @pytest.mark.parametrize("number", [8, *slow(2, 51)])
-@pytest.mark.parametrize("bad", BAD_REQUESTS)
+@pytest.mark.parametrize("bad", some(BAD_REQUESTS, 3))
 def test_a_bad_request_is_left_out_and_named(records, capsys, bad, number):
     path, value = records / REQUEST, BAD_REQUESTS[bad]
     line = value if isinstance(value, bytes) else changed(path, number, **value)
@@ -172,20 +177,21 @@ def test_a_request_of_a_step_that_is_not_there_is_counted(records, number):
 
 IMPOSSIBLE_STEPS = [
     ("steps", "cache_size", -1),
-    ("steps", "running", -3),
     ("steps", "schedule_us", 1e300),
+    ("steps", "connector_calls", {"build_connector_meta": -7}),
+    ("workers", "execute_model_us", -9.0),
+    ("steps", "running", -3),
     ("steps", "schedule_us", -50.0),
     ("steps", "step_us", 1e300),
     ("steps", "update_us", 1e30),
     ("steps", "connector_self_us", {"build_connector_meta": 1e300}),
     ("steps", "connector_self_us", {"build_connector_meta": -500.0}),
-    ("steps", "connector_calls", {"build_connector_meta": -7}),
-    ("workers", "execute_model_us", -9.0),
 ]
 
 
-@pytest.mark.parametrize(("side", "field", "value"), IMPOSSIBLE_STEPS)
-def test_an_impossible_step_is_in_no_quantile(tmp_path, side, field, value):
+@pytest.mark.parametrize("impossible", some(IMPOSSIBLE_STEPS, 4))
+def test_an_impossible_step_is_in_no_quantile(tmp_path, impossible):
+    side, field, value = impossible
     server = served(tmp_path / "records")
     server.requests.clear()
     getattr(server, side)[5][field] = value
@@ -252,9 +258,8 @@ def crlf(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("how", WRITTEN_OTHERWISE)
-@pytest.mark.parametrize("files", [[ENGINE], [ENGINE, WORKER, REQUEST]])
-def test_what_is_written_otherwise_is_read_as_it_is(records, how, files):
-    whole = only(records)
+@pytest.mark.parametrize("files", [[ENGINE, WORKER, REQUEST], *slow([ENGINE])])
+def test_what_is_written_otherwise_is_read_as_it_is(records, whole, how, files):
     for name in files:
         WRITTEN_OTHERWISE[how](records / name)
     instance = only(records)
@@ -301,7 +306,7 @@ BROKEN = {
 FILES = [ENGINE, WORKER, REQUEST]
 
 
-@pytest.mark.parametrize("how", [*list(BROKEN)[:3], *slow(*list(BROKEN)[3:])])
+@pytest.mark.parametrize("how", some(BROKEN, 2))
 @pytest.mark.parametrize("file", FILES)
 def test_a_broken_file_is_named_and_hides_no_other(records, capsys, file, how):
     served(records / "second").write()
@@ -368,8 +373,9 @@ OF_OTHERS = [
 ]
 
 
-@pytest.mark.parametrize(("file", "fact", "field"), OF_OTHERS)
-def test_a_file_of_another_life_is_refused_by_name(tmp_path, capsys, file, fact, field):
+@pytest.mark.parametrize("other", some(OF_OTHERS, 4))
+def test_a_file_of_another_life_is_refused_by_name(tmp_path, capsys, other):
+    file, fact, field = other
     server = served(tmp_path / "records")
     server.header |= {"boot_id": "one", "pid": 1}
     path = server.write() / file
@@ -385,20 +391,20 @@ def test_a_file_of_another_life_is_refused_by_name(tmp_path, capsys, file, fact,
         assert ", 30 requests" in told
 
 
-def test_a_rank_of_a_second_life_in_the_folder_is_not_joined(tmp_path, capsys):
+def test_a_rank_of_a_second_life_in_the_folder_is_not_joined(
+    records, whole, tmp_path, capsys
+):
     """Rank 1 is of a restart with two ranks; its first files could not be begun."""
-    first = served(tmp_path / "records").write()
-    whole = only(first)
     later = Server(tmp_path / "later")
     later.now_us = 60e6
     for _ in range(STEPS):
         later.step(model_us=9_000)
     rank = (later.write() / WORKER).read_text()
-    (first / "worker_step.r1.jsonl").write_text(rank)
-    instance = only(first)
+    (records / "worker_step.r1.jsonl").write_text(rank)
+    instance = only(records)
     assert instance.steps.equals(whole.steps)
     assert cost(instance).step.mean_us == cost(whole).step.mean_us
-    status, told = shown(first, capsys)
+    status, told = shown(records, capsys)
     assert status == 2
     assert "worker_step.r1.jsonl: of another life of the engine: 100% of its" in told
 
@@ -415,11 +421,10 @@ def test_ranks_of_one_life_are_joined_while_steps_overlap(tmp_path):
     assert instance.steps["execute_model_us"].null_count() == 0
 
 
-@pytest.mark.parametrize("file", [ENGINE, WORKER])
+@pytest.mark.parametrize("file", [ENGINE, *slow(WORKER)])
 def test_a_copy_of_the_file_as_its_older_part_counts_no_step_twice(
-    records, capsys, file
+    records, whole, capsys, file
 ):
-    whole = only(records)
     (records / f"{file}.1").write_bytes((records / file).read_bytes())
     instance = only(records)
     assert instance.steps.equals(whole.steps)

@@ -127,6 +127,7 @@ def test_a_life_that_is_removed_is_let_go_of(tmp_path):
     assert watched.read()["one"].steps == 20
 
 
+@pytest.mark.slow
 def test_a_restarted_engine_keeps_its_series_and_a_dead_one_has_no_gauge(tmp_path):
     """Two hundred restarts add nothing; gauges are of the life that writes now."""
     series = set()

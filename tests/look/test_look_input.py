@@ -158,6 +158,7 @@ def test_two_servers_stand_side_by_side(tmp_path, capsys):
         assert sum(bar["values"]) == pytest.approx(steps["step_us"].mean(), abs=0.1)
 
 
+@pytest.mark.slow
 def test_equal_servers_are_one_card_and_another_is_shown(tmp_path, capsys):
     for rank in range(32):
         server = Server(tmp_path / "records" / f"dp{rank}")

@@ -189,6 +189,7 @@ def test_two_hosts_are_aligned_by_their_wall_clocks(tmp_path, other, apart_s, ki
     assert clock.utc.startswith("2001-09-09 ")
 
 
+@pytest.mark.slow
 def test_a_request_at_two_instances_is_joined_by_an_arrow(tmp_path):
     for name in ("p", "d"):
         server = Server(tmp_path / "records" / name)

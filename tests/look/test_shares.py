@@ -80,6 +80,7 @@ def test_calls_between_two_steps_are_in_no_share(tmp_path):
     assert after.between_us == {"scheduler.request_finished": pytest.approx(50_000)}
 
 
+@pytest.mark.slow
 def test_a_call_of_each_of_many_methods_is_looked_for_outside_once(
     tmp_path, monkeypatch
 ):

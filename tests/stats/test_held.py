@@ -512,6 +512,7 @@ def test_the_share_between_servers_is_found_from_several_configs(share):
     assert share_between_servers([uneven(rng, share, servers=1)]) == 0.0
 
 
+@pytest.mark.slow
 def test_an_interval_holds_the_next_servers_figure_where_servers_differ():
     rng, narrow, wide = np.random.default_rng(6), [], []
     for _ in range(300):

@@ -77,6 +77,7 @@ def test_tokens_of_ids_are_exact(ids):
     assert (body.form, body.prompt_tokens) == ("ids", len(ids))
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 9), min_size=900, max_size=2000), st.integers(1, 900))
 def test_keys_of_a_prefix_are_a_prefix_of_the_keys(ids, longer):
     short = Body(json.dumps({"prompt": ids}).encode())
