@@ -30,8 +30,9 @@ from kvtax.engine.engine_process import ENDED, EngineProcess
 from kvtax.engine.installation import Installation
 from kvtax.engine.null_model import CPU_ENGINE
 from kvtax.engine.releases import beside
+from kvtax.records.files import read_header
 from kvtax.records.observatory_cell import AxisHolds, CellRecord, Idle, Passes
-from kvtax.records.steps import only_life
+from kvtax.records.steps import EngineHeader, WorkerHeader, only_life
 from kvtax.steps.life import whole_steps
 from kvtax.steps.parts import method_columns, step_parts
 from kvtax.verdict.axes import AXES, SLOW_US
@@ -269,7 +270,18 @@ def _pass(engines: Sequence[EngineProcess], axis: str, number: int) -> list[list
 
 
 def _read(records: Path) -> pl.DataFrame:
-    steps = whole_steps(only_life(records)).table
+    """Read the steps; methods that only return a constant take no time in any."""
+    life = only_life(records)
+    headers: dict[str, EngineHeader | WorkerHeader] = {
+        "scheduler": read_header(life / "engine_step.jsonl", EngineHeader),
+        "worker": read_header(life / "worker_step.r0.jsonl", WorkerHeader),
+    }
+    constant = {
+        f"{side}.{method}_us": pl.lit(0.0)
+        for side, header in headers.items()
+        for method in header.constant
+    }
+    steps = whole_steps(life).table.with_columns(**constant)
     connector = step_parts(method_columns(steps))["connector_us"]
     return steps.filter(pl.col("step_us").is_not_null()).with_columns(
         SCHEDULER_US.alias("scheduler_us"), connector

@@ -37,6 +37,7 @@ from kvtax.report import render
 from kvtax.report.markdown import TIMES
 from kvtax.verdict.axes import AXES
 from tests.harness.made_up import made
+from tests.look.made_up_server import served
 from tests.verdict.test_axes import curve
 
 MATRIX = Matrix(
@@ -330,3 +331,11 @@ def test_the_engine_of_a_cell_gets_its_config_in_no_command_line(monkeypatch, tm
     assert "sesame" not in str(arguments)
     assert "sesame" in options["env"][cell.GIVEN]
     assert options["secrets"] == ["sesame"]
+
+
+def test_a_method_that_returns_a_constant_takes_no_time_and_can_be_limited(tmp_path):
+    server = served(tmp_path / "records", 20)
+    server.header["constant"] = ["wait_for_save"]
+    steps = cell._read(server.write())
+    assert steps["worker.wait_for_save_us"].to_list() == [0.0] * 20
+    assert steps["worker.get_finished_us"].min() > 0
