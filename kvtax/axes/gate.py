@@ -45,8 +45,7 @@ class GateOptions:
 
     `connector` and `connector_config` are as own_connector takes them. The vLLM is that
     of the interpreter `python`, or the release `vllm`. `limits` and `since` (the cell
-    of an older commit) are read; `out`, `junit` and `summary` are written. `repository`
-    is the connector's, for the commit in the cell.
+    of an older commit) are read; `out`, `junit` and `summary` are written.
     """
 
     connector: str
@@ -58,7 +57,6 @@ class GateOptions:
     out: Path | None = None
     junit: Path | None = None
     summary: Path | None = None
-    repository: Path | None = None
 
 
 class NotMeasured(Exception):
@@ -234,9 +232,17 @@ def _measure(name: str, connector: Connector, options: GateOptions) -> CellRecor
         connector = msgspec.structs.replace(connector, patches=patches)
         print(f"gate: measuring {name} on vLLM {version}", file=sys.stderr, flush=True)
         cell = measure(name, version, connector, installed, "kvtax gate")
-    if options.repository and (commit := git_commit(options.repository)):
+    if _is_of_this_folder(connector) and (commit := git_commit(Path.cwd())):
         cell.provenance["connector_commit"] = commit
     return cell
+
+
+def _is_of_this_folder(connector: Connector) -> bool:
+    """Return whether the connector's module lies in the working folder."""
+    module = (connector.kv_transfer_config or {}).get("kv_connector_module_path", "")
+    path = module.replace(".", "/")
+    files = (f"{path}.py", f"{path}/__init__.py", f"src/{path}.py")
+    return any(Path(file).is_file() for file in files)
 
 
 def _require_cpu(installed: Installation) -> str:

@@ -54,12 +54,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="append one sentence and one table, for the summary of a CI step",
     )
-    parser.add_argument(
-        "--repository",
-        type=optional_path,
-        metavar="DIR",
-        help="the connector's repository, for the commit in the cell",
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -329,7 +329,7 @@ class Mine(NoopConnector):
 """
 
 
-@pytest.mark.parametrize("optimised", ["", "1"])
+@pytest.mark.parametrize("optimised", ["1", pytest.param("", marks=pytest.mark.long)])
 def test_a_connector_that_never_frees_its_blocks_is_refused_with_that(
     tmp_path, optimised, monkeypatch
 ):

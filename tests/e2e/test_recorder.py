@@ -406,7 +406,9 @@ def test_the_demo_records_a_server_of_its_own_and_leaves_nothing_else(
     assert (tmp_path / "demo" / "look.html").is_file()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.long)]
+)
 def test_a_demo_server_that_is_stopped_leaves_nothing_that_runs(tmp_path, number):
     command = [sys.executable, "-m", "kvtax", "demo", "--serve", "--out", "demo"]
     with tempfile.TemporaryDirectory(dir="/tmp") as short:

@@ -150,11 +150,11 @@ def test_sessions_begin_an_interval_apart_and_sub_agents_when_they_are_started(
     tmp_path,
 ):
     path = put(tmp_path / "t", SESSION, SESSION_B)
-    requests = list(read_trace(path, session_interval_s=7))
+    requests = list(read_trace(path))
     assert [(r.arrival_s, r.session, r.turn, r.parent) for r in requests] == [
         (0.5, "a", 0, None),
-        (7, "b", 0, None),
         (10, "a", 1, None),
+        (60, "b", 0, None),
         (70, "a.explore", 0, "a"),
         (80, "a", 2, None),
         (90.25, "a.explore", 1, "a"),

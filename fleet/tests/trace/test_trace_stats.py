@@ -88,7 +88,7 @@ def test_the_largest_sessions_have_a_row_each(tmp_path, capsys):
         "a|b": [(1, 8), (3, 4)],
     }
     trace = trace_of(tmp_path / "t", sessions)
-    result = stats(capsys, trace, "--sessions", 2)
+    result = stats(capsys, trace)
     assert result["largest_sessions"] == [
         {
             "session": "grows",
@@ -108,6 +108,15 @@ def test_the_largest_sessions_have_a_row_each(tmp_path, capsys):
             "longest_input_tokens": 8,
             "growth_tokens": -4,
         },
+        {
+            "session": "short",
+            "turns": 1,
+            "input_tokens": 9,
+            "output_tokens": 10,
+            "first_input_tokens": 9,
+            "longest_input_tokens": 9,
+            "growth_tokens": 0,
+        },
     ]
     assert result["input_tokens_per_session"]["mean"] == pytest.approx(53 / 3)
     assert result["output_tokens_per_session"]["max"] == 30
@@ -118,7 +127,7 @@ def test_the_largest_sessions_have_a_row_each(tmp_path, capsys):
     assert run("stats", trace) == 0
     table = capsys.readouterr().out.split("largest sessions")[1].splitlines()[2:]
     assert table[1] == "| a/b | 2 | 12 | 20 | 8 | 8 | -4 |"
-    assert len(table) == 3
+    assert len(table) == 4
 
 
 def test_reuse_is_split_into_own_and_other_sessions(tmp_path, capsys):

@@ -15,7 +15,7 @@ from pathlib import Path
 from kvtax.cli import Exit, require_checkout
 from kvtax.cli.options import add_ray, cluster_of, number, whole_number
 
-from kvtax_fleet.cli.options import add_model, add_parameters, add_settings
+from kvtax_fleet.cli.options import add_parameters, add_settings
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -165,14 +165,6 @@ def _add_analyze(parser: argparse.ArgumentParser) -> None:
         "run_dir", type=Path, metavar="RUN_DIR", help="folder with the arms' folders"
     )
     parser.add_argument("--out", type=Path, help="where to write (default: RUN_DIR)")
-    add_model(parser, "whose KV a migrated session would move: ")
-    parser.add_argument(
-        "--bandwidth-gbit-s",
-        type=number(0.001),
-        default=100.0,
-        metavar="GBIT_S",
-        help="over which it would move (default: %(default)s)",
-    )
 
 
 def _analyze(arguments: argparse.Namespace) -> int:
@@ -182,21 +174,13 @@ def _analyze(arguments: argparse.Namespace) -> int:
     the run cannot be read, and nothing is written; 3 a run failed or a comparison is
     refused (the report says which, and why).
     """
-    out = arguments.out or arguments.run_dir
-    return _write_report(
-        arguments.run_dir, out, arguments.model, arguments.bandwidth_gbit_s
-    )
+    return _write_report(arguments.run_dir, arguments.out or arguments.run_dir)
 
 
-def _write_report(
-    run_dir: Path,
-    out: Path,
-    model: str = "qwen3-coder-30b-a3b",
-    bandwidth_gbit_s: float = 100.0,
-) -> int:
+def _write_report(run_dir: Path, out: Path) -> int:
     from kvtax_fleet.analyze.fleet_report import write_reports
 
-    sound = write_reports(run_dir, out, model, bandwidth_gbit_s)
+    sound = write_reports(run_dir, out)
     print(f"wrote {out / 'report.md'}, {out / 'analysis.json'}")
     print(f"open {out / 'report.html'}")
     return Exit.GOOD if sound else Exit.NOT_MEASURED
@@ -244,7 +228,11 @@ def _forward(arguments: argparse.Namespace) -> int:
 
 
 def _add_roofline(parser: argparse.ArgumentParser) -> None:
-    add_model(parser, "")
+    parser.add_argument(
+        "--model",
+        default="qwen3-coder-30b-a3b",
+        help="a name in configs/models, or a config.json (default: %(default)s)",
+    )
     parser.add_argument(
         "--gpu", default="h20", help="a name in configs/gpus.toml (default: h20)"
     )

@@ -106,12 +106,3 @@ def add_parameters(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="parameters of the policy",
     )
-
-
-def add_model(parser: argparse.ArgumentParser, text: str) -> None:
-    """Add --model of the estimates that need a model's shape."""
-    parser.add_argument(
-        "--model",
-        default="qwen3-coder-30b-a3b",
-        help=f"{text}a name in configs/models, or a config.json (default: %(default)s)",
-    )

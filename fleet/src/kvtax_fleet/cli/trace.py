@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvtax.cli.options import number, whole_number
+from kvtax.cli.options import whole_number
 
 if TYPE_CHECKING:
     from kvtax_fleet.trace import Request
@@ -38,21 +38,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _add_stats(parser: argparse.ArgumentParser) -> None:
-    from kvtax_fleet.trace.stats import TOP_SESSIONS
-
     _add_source(parser)
     parser.add_argument(
         "--cache-blocks",
         type=whole_number(1),
         metavar="N",
         help="also compute the hit rate of an LRU cache of N blocks",
-    )
-    parser.add_argument(
-        "--sessions",
-        type=whole_number(1),
-        default=TOP_SESSIONS,
-        metavar="N",
-        help=f"number of the largest sessions to list (default: {TOP_SESSIONS})",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -66,7 +57,6 @@ def _stats(arguments: argparse.Namespace) -> None:
         _read(arguments),
         arguments.file.name,
         arguments.cache_blocks,
-        arguments.sessions,
     )
     if arguments.json:
         print(msgspec.json.encode(stats).decode())
@@ -118,14 +108,12 @@ def _read(arguments: argparse.Namespace) -> Iterator[Request]:
         arguments.file,
         format=arguments.format,
         block_tokens=arguments.block_tokens,
-        session_interval_s=arguments.session_interval_s,
         time_unit=arguments.time_unit,
     )
 
 
 def _add_source(parser: argparse.ArgumentParser) -> None:
     from kvtax_fleet.trace import FORMATS
-    from kvtax_fleet.trace.sessions import SESSION_INTERVAL_S
 
     parser.add_argument("file", type=Path, help="trace: JSON lines, plain or packed")
     parser.add_argument(
@@ -140,12 +128,4 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--time-unit", choices=("s", "ms"), help="mooncake format: default ms"
-    )
-    parser.add_argument(
-        "--session-interval-s",
-        type=number(0),
-        default=SESSION_INTERVAL_S,
-        metavar="S",
-        help="sessions format: seconds from a session's start to the next one's "
-        f"(default: {SESSION_INTERVAL_S:g})",
     )

@@ -49,14 +49,13 @@ def read_trace(
     *,
     format: str | None = None,
     block_tokens: int | None = None,
-    session_interval_s: float = sessions.SESSION_INTERVAL_S,
     time_unit: str | None = None,
 ) -> Iterator[Request]:
     """Yield the requests of a trace file, plain or packed, in order of arrival.
 
     `block_tokens` is for the formats that do not name it, `mooncake` and `bailian`;
-    `session_interval_s` is for `sessions`: see sessions.py. `time_unit`, s or ms, is
-    for `mooncake`; None is ms, and an error where rows look like seconds.
+    `time_unit`, s or ms, is for `mooncake`; None is ms, and an error where rows look
+    like seconds.
 
     Raises TraceError: the file, or something in it, is not what it should be. Raised
     when the reader gets there: the requests before it are good.
@@ -78,7 +77,7 @@ def read_trace(
     elif format == "bailian":
         requests = _read_bailian(lines, block_tokens or BAILIAN_BLOCK_TOKENS)
     elif format == "sessions":
-        yield from sessions.read(lines, interval_s=session_interval_s)
+        yield from sessions.read(lines)
         return
     else:
         raise TraceError(f"format {format!r} is none of {', '.join(FORMATS)}")

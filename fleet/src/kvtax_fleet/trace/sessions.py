@@ -66,7 +66,7 @@ class _Turn(NamedTuple):
 _SESSION = msgspec.json.Decoder(Session)
 
 
-def read(lines: Lines, *, interval_s: float = SESSION_INTERVAL_S) -> Iterator[Request]:
+def read(lines: Lines) -> Iterator[Request]:
     """Yield the requests of a trace in order of arrival; sub-agents are sessions, too.
 
     Memory: the sessions under way.
@@ -77,7 +77,7 @@ def read(lines: Lines, *, interval_s: float = SESSION_INTERVAL_S) -> Iterator[Re
     waiting: list[_Turn] = []
     order = itertools.count()
     for number, session in enumerate(lines.read(_SESSION)):
-        start_s = number * interval_s
+        start_s = number * SESSION_INTERVAL_S
         while waiting and waiting[0].arrival_s < start_s:
             yield _due(waiting)
         for request, hashes in parser.turns(session, start_s):

@@ -71,9 +71,8 @@ def describe(
     requests: Iterable[Request],
     source: str,
     cache_blocks: int | None = None,
-    largest: int = TOP_SESSIONS,
 ) -> Stats:
-    """Read a trace once and describe it, with a row for each of the `largest` sessions.
+    """Read a trace once and describe it, with a row for each of the largest sessions.
 
     Raises TraceError: the trace is empty, or not what it should be.
     """
@@ -108,7 +107,6 @@ def describe(
         reuse=reuse,
         cache=cache,
         names=list(numbers),
-        largest=largest,
     )
 
 
@@ -124,13 +122,12 @@ def _stats(
     reuse: Reuse,
     cache: LruCache | None,
     names: list[str],
-    largest: int,
 ) -> Stats:
     frame = pl.DataFrame({"session": sessions, "input": inputs, "output": outputs})
     each = per_session(frame)
     largest_sessions = each.sort(
         "input_tokens", descending=True, maintain_order=True
-    ).head(largest)
+    ).head(TOP_SESSIONS)
     growth = frame.select(pl.col("input").diff().over("session")).drop_nulls()
     blocks = max(reuse.blocks, 1)
     output_sum = int(outputs.sum(dtype=np.int64))
