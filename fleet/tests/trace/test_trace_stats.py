@@ -127,7 +127,7 @@ def test_the_largest_sessions_have_a_row_each(tmp_path, capsys):
     assert run("stats", trace) == 0
     table = capsys.readouterr().out.split("largest sessions")[1].splitlines()[2:]
     assert table[1] == "| a/b | 2 | 12 | 20 | 8 | 8 | -4 |"
-    assert len(table) == 4
+    assert len(table) == 3
 
 
 def test_reuse_is_split_into_own_and_other_sessions(tmp_path, capsys):
