@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ast
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import numpy as np
@@ -26,10 +26,13 @@ TESTED = patcher.load_releases(CONFIGS / "releases.toml")
 RELEASES = [release.version for release in TESTED["vllm"]]
 
 
-def copy_of(patch: Patch, source: Path, place: Path) -> Tree:
-    """A private copy of the files of a package that any patch touches."""
+def copy_of(
+    patch: Patch, source: Path, place: Path, patches: Collection[Patch] = ()
+) -> Tree:
+    """A private copy of the files of a package that `patches`, or any, touch."""
     tree = place / patch.package
-    patches = [other for other in ALL.values() if other.package == patch.package]
+    if not patches:
+        patches = [other for other in ALL.values() if other.package == patch.package]
     touched = {spec.file for other in patches for spec in other.blocks}
     for path in touched | {"__init__.py", "_version.py"}:
         if (source / path).exists():
@@ -38,9 +41,9 @@ def copy_of(patch: Patch, source: Path, place: Path) -> Tree:
     return Tree(tree)
 
 
-def copy_of_installed(patch: Patch, place: Path) -> Tree:
+def copy_of_installed(patch: Patch, place: Path, patches: Collection[Patch]) -> Tree:
     try:
-        return copy_of(patch, installation().package(patch.package), place)
+        return copy_of(patch, installation().package(patch.package), place, patches)
     except ModuleNotFoundError:
         pytest.skip(f"{patch.package} is not installed")
 
@@ -81,10 +84,11 @@ def test_every_patch_comes_and_goes_to_the_byte_and_is_the_same_at_import(
     name, version, tmp_path
 ):
     patch = ALL[name]
+    patches = [patch, *(ALL[relation.other] for relation in patch.relations)]
     if patch.package == "vllm":
-        tree = copy_of_release(version, tmp_path)
+        tree = copy_of(patch, package_of(version), tmp_path, patches)
     else:
-        tree = copy_of_installed(patch, tmp_path)
+        tree = copy_of_installed(patch, tmp_path, patches)
     before = python_files(tree)
     overlay = tmp_path / "overlay"
     overlay.mkdir()
