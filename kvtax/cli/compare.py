@@ -29,6 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     from kvtax.records.files import read_document, schema_in, schema_of, write_whole
     from kvtax.records.observatory_cell import CellRecord
     from kvtax.records.per_config import PerConfig
+    from kvtax.report.render import visible
     from kvtax.verdict.bounds import junit
     from kvtax.verdict.changes import NotComparable, compare_gates, compare_sweeps
     from kvtax.verdict.comparison import markdown
@@ -50,6 +51,6 @@ def run(arguments: argparse.Namespace) -> int:
         comparison = compare_sweeps(old, new, limits)
     if arguments.junit:
         write_whole(arguments.junit, junit(comparison.checks))
-    print(markdown(comparison))
+    print("\n".join(map(visible, markdown(comparison).split("\n"))))
     worse = any(check.fails for check in comparison.checks)
     return Exit.WORSE if worse else Exit.GOOD

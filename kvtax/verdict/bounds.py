@@ -12,6 +12,7 @@ from typing import Literal
 from xml.etree import ElementTree
 
 from kvtax.records.estimate import Estimate
+from kvtax.report.render import visible
 
 Outcome = Literal["kept", "undecided", "broken"]
 
@@ -89,7 +90,10 @@ def sentence(check: Check) -> str:
 
 
 def junit(checks: list[Check]) -> bytes:
-    """Write JUnit XML: a failing limit is a failure, an undecided one a skip."""
+    """Write JUnit XML: a failing limit is a failure, an undecided one a skip.
+
+    A control sign in a name is written as an escape, as XML has none.
+    """
     failed = sum(check.fails for check in checks)
     skipped = sum(check.outcome == "undecided" and not check.fails for check in checks)
     counts = {"tests": len(checks), "failures": failed, "skipped": skipped}
@@ -99,11 +103,14 @@ def junit(checks: list[Check]) -> bytes:
     )
     for check in checks:
         case = ElementTree.SubElement(
-            suite, "testcase", classname=f"kvtax.{check.config}", name=check.what
+            suite,
+            "testcase",
+            classname=f"kvtax.{visible(check.config)}",
+            name=visible(check.what),
         )
         if check.fails or check.outcome == "undecided":
             kind = "failure" if check.fails else "skipped"
-            message = f"{check.outcome}: {sentence(check)}"
+            message = visible(f"{check.outcome}: {sentence(check)}")
             ElementTree.SubElement(case, kind, message=message)
     ElementTree.indent(suite)
     text: bytes = ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True)

@@ -103,6 +103,12 @@ def test_the_method_that_makes_a_config_grow_is_named_and_can_be_limited(run, ga
     assert shown.cases[WALK, f"what a full cache adds to {method}"] == "failure"
 
 
+def test_a_control_sign_in_a_name_reaches_neither_terminal_nor_junit(run, gate):
+    shown = gate(run, run, '[configs."con\\u001b[31mred"]\nverdicts = ["flat"]')
+    assert shown.cases["con\\x1b[31mred", "verdict"] == "failure"
+    assert "\x1b" not in shown.text and "con\\x1b[31mred" in shown.text
+
+
 def test_what_one_config_says_goes_before_the_default(run, gate):
     default = "[configs.default]\nfull_adds = { timed = 1 }\n"
     own = f"[configs.{WALK}]\nfull_adds = {{ timed = 900 }}"
