@@ -9,7 +9,7 @@ its fragments. Prints Markdown.
 MODULE:CLASS is importable in the environment that has vLLM, or from the working folder.
 Exit codes: 0 all limits kept; 1 a limit is broken, or a method grows that did not in
 the cell of --since; 2 bad input; 3 the connector could not be measured; 4 another
-measurement has the machine, and --wait was too short.
+measurement has the machine: run the gate again when it has ended.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ _OPTION_NAMES = """
 --max-model-len --max-num-batched-tokens --max-num-seqs --name --no-async-scheduling
 --num-gpu-blocks-override --only --orders --page --patch --policy --profile
 --profile-cpu --release --repeats --report --resume --rounds --seed --serve --setting
---tensor-parallel-size --virtual --vllm --wait
+--tensor-parallel-size --virtual --vllm
 """
 _TEXT_NAMES = """
 CUDA_DEVICE_ORDER LMCACHE_TRACK_USAGE OMP_NUM_THREADS TORCHDYNAMO_DISABLE
