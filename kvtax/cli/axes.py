@@ -50,9 +50,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="for cells and page (default: studies/observatory, with --vllm "
         f"{OF_SOURCES})",
     )
-    parser.add_argument(
-        "--page", action="store_true", help="measure nothing, write the page"
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -79,16 +76,15 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--python names the compiled parts for --vllm PATH")
     folder = arguments.out or (OF_SOURCES if vllm else RESULTS)
     matrix = read_matrix()
-    if not arguments.page:
-        choice = Choice(
-            arguments.release,
-            arguments.connector,
-            arguments.again,
-            vllm,
-            arguments.python,
-            folder,
-        )
-        measure_matrix(matrix, choice, ray)
+    choice = Choice(
+        arguments.release,
+        arguments.connector,
+        arguments.again,
+        vllm,
+        arguments.python,
+        folder,
+    )
+    measure_matrix(matrix, choice, ray)
     page = write_page(matrix, read_all_cells(folder), folder)
     print(f"kvtax axes: wrote {page}")
     return 0

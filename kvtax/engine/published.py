@@ -18,7 +18,7 @@ _OPTION_NAMES = """
 --again --block-size --check --connector --data-parallel-size --dtype --enforce-eager
 --fix --gpu-memory-utilization --jobs --junit --kv-cache-dtype --limits --load-format
 --max-model-len --max-num-batched-tokens --max-num-seqs --name --no-async-scheduling
---num-gpu-blocks-override --only --orders --page --patch --policy --profile
+--num-gpu-blocks-override --only --orders --patch --policy --profile
 --profile-cpu --release --repeats --report --resume --rounds --seed --serve --setting
 --tensor-parallel-size --virtual --vllm
 """

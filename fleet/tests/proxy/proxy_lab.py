@@ -13,7 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -24,6 +24,7 @@ from tests.harness.forked import Forked
 from tests.harness.standin.process import Standin
 
 from kvtax_fleet.instances import write_instances
+from kvtax_fleet.policies import named_values
 from kvtax_fleet.records.instances import Instance
 
 # Until something that never happens is called so, on a machine of any speed.
@@ -160,19 +161,42 @@ class Proxy(NamedTuple):
         assert {each["number"] for each in self.lines("decision")} <= set(numbers)
 
 
+def split_options(
+    policy: str, options: Sequence[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings that options are, and the options that are no settings."""
+    settings: dict[str, Any] = {"policy": policy}
+    others, option = [], ""
+    for word in options:
+        if word.startswith("--"):
+            option = word
+        elif option == "--parameters":
+            settings.setdefault("parameters", {}).update(named_values([word]))
+        elif option in ("--host", "--port", "--control-port"):
+            others += [option, word]
+        else:
+            settings[option[2:].replace("-", "_")] = json.loads(word)
+    return settings, others
+
+
 @contextlib.contextmanager
 def proxy(
     folder: Path, instances: list[Instance], policy: str = "round_robin", *options: str
 ) -> Iterator[Proxy]:
-    """Start one before these instances, on a free port unless the options say."""
+    """Start one before these instances, on a free port unless the options say.
+
+    Options may be any of the settings, `--client-timeout-s` for `client_timeout_s`.
+    """
     number = len(list(folder.glob("*.instances.json")))
     file, log = (
         folder / f"{number}.instances.json",
         folder / f"{number}.decisions.jsonl",
     )
     write_instances(file, instances)
+    settings, others = split_options(policy, options)
+    (path := folder / f"{number}.settings.json").write_text(json.dumps(settings))
     command = [sys.executable, "-m", "kvtax", "proxy", "--instances", str(file)]
-    command += ["--policy", policy, "--log", str(log), *options]
+    command += ["--settings", str(path), "--log", str(log), *others]
     with Forked(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as process:
         try:
             url = process.stdout.readline().strip()

@@ -266,10 +266,10 @@ def test_a_proxy_that_cannot_work_ends_with_2_and_a_message(options, capsys):
 
 def test_settings_come_as_one_document_or_as_options(three, tmp_path):
     file = tmp_path / "settings.json"
-    settings = Settings("lmetric", mirror_tokens=7)
+    settings = Settings("lmetric", max_body_bytes=7)
     file.write_bytes(msgspec.json.encode(settings))
     command = [sys.executable, "-m", "kvtax", "proxy", "--url", f"a={three[0].url}"]
-    written = [*command, "--policy", "lmetric", "--mirror-tokens", "7"]
+    written = [*command, "--policy", "lmetric", "--max-body-bytes", "7"]
     headers = []
     for number, options in enumerate(([*command, "--settings", str(file)], written)):
         log = tmp_path / f"{number}.jsonl"
@@ -281,7 +281,7 @@ def test_settings_come_as_one_document_or_as_options(three, tmp_path):
         served.wait()
         headers.append(log.read_bytes().split(b"\n")[0])
     assert headers[0] == headers[1]
-    assert b'"mirror_tokens":7' in headers[0]
+    assert b'"max_body_bytes":7' in headers[0]
 
 
 def test_a_host_that_cannot_be_looked_up_is_named(capsys):

@@ -22,10 +22,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ]
     parameters: dict[str, Any] = {}
     cache: Literal["mirror", "exact"] = "mirror"
-    mirror_tokens: Annotated[
-        int,
-        Meta(ge=1, description="tokens that the mirror assumes an instance to hold"),
-    ] = 500_000
+    # Tokens that the mirror assumes an instance to hold.
+    mirror_tokens: Annotated[int, Meta(ge=1)] = 500_000
     max_body_bytes: Annotated[
         int, Meta(ge=1, description="a longer request body is answered with 413")
     ] = 64 * 2**20
@@ -37,23 +35,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "begun, or is to be a stream; also for requests to wait where all are out",
         ),
     ] = 300.0
-    client_timeout_s: Annotated[
-        float,
-        Meta(ge=0.001, description="seconds a client may send or take nothing"),
-    ] = 60.0
-    prefill_timeout_s: Annotated[
-        float,
-        Meta(
-            ge=0.001,
-            description="seconds for an offloaded prefill, if the policy has none",
-        ),
-    ] = 60.0
-    handover_timeout_s: Annotated[
-        float,
-        Meta(
-            ge=0.001, description="seconds from an offloaded prefill to the first byte"
-        ),
-    ] = 30.0
+    # Seconds that a client may send or take nothing.
+    client_timeout_s: Annotated[float, Meta(ge=0.001)] = 60.0
+    # Seconds for an offloaded prefill, if the policy has none.
+    prefill_timeout_s: Annotated[float, Meta(ge=0.001)] = 60.0
+    # Seconds from an offloaded prefill to the first byte.
+    handover_timeout_s: Annotated[float, Meta(ge=0.001)] = 30.0
     # Seconds for requests under way after SIGTERM.
     drain_timeout_s: Annotated[float, Meta(ge=0)] = 25.0
 
