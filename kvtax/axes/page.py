@@ -160,11 +160,6 @@ def idle_us(cell: CellRecord) -> float | None:
     return None if idle is None else idle.level_us[0]
 
 
-def axes_of_growth(cell: CellRecord) -> list[str]:
-    """List the axes along which the connector's calls grow."""
-    return _axes_with(cell, "grows")
-
-
 def _axes_with(cell: CellRecord, verdict: str) -> list[str]:
     along = {axis: growth(cell, axis, whole(cell)) for axis in AXES}
     return [axis for axis, grown in along.items() if grown and grown.verdict == verdict]

@@ -172,7 +172,6 @@ def numbers(count: int) -> list[str]:
     return [str(number) for number in range(count)]
 
 
-UUIDS = [f"7609a2e7-aa53-4ab1-98f4-{number:012x}" for number in range(50)]
 SESSIONS = [f"a session, {number}%/é/{number}" for number in range(50)]
 
 
