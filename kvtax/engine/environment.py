@@ -39,7 +39,7 @@ def engine_environment(
 
     From weak to strong: what we were started with less what steers a recording, what
     any engine of ours needs, the ports, and `settings.server_env`. In `beside` are more
-    packages. Records are off: `record_steps` turns them on.
+    packages. Records are off: `record_steps` turns them on. Raises ServerError.
     """
     inherited = {
         name: value
@@ -49,9 +49,16 @@ def engine_environment(
     path: list[str | Path] = [overlay] if overlay else []
     path += [installed.sources] if installed and installed.sources else []
     path += [NULL_MODEL_PLUGIN, REPOSITORY]
+    packages = [beside] if beside else []
+    for place in (*path, *packages):
+        if os.pathsep in str(place):
+            raise ServerError(
+                f"{place}: a colon ends a path in PYTHONPATH; name a folder without "
+                "one with TMPDIR, or with --out"
+            )
     # A user's connector may be there.
     path += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    path += [beside] if beside else []
+    path += packages
     needed = {
         "PYTHONPATH": os.pathsep.join(map(str, path)),
         "PYTHONHASHSEED": HASH_SEED,

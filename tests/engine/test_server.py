@@ -166,6 +166,11 @@ def test_no_port_is_one_that_mooncake_or_ray_may_choose_meanwhile():
         assert reserve(8)[0].http >= max(MOONCAKES.stop, RAYS_WORKERS.stop)
 
 
+def test_an_overlay_whose_path_would_be_split_is_refused(tmp_path):
+    with pytest.raises(ServerError, match=r"a:b: a colon ends a path in PYTHONPATH"):
+        engine_environment(tmp_path / "a:b", CPU_ENGINE, reserve(1)[0])
+
+
 SHORT_CIRCUIT = "mooncake_get_finished_short_circuit"
 
 
