@@ -31,6 +31,7 @@ from kvtax.records.parts import parts_of
 from kvtax.records.requests import hashed_id, key_of_ids, read_engine_requests
 from kvtax.records.warning import RECORD, RunWarning
 from kvtax.report.document import Cell
+from kvtax.stats.quantiles import quantile
 
 SPANS = {"ttft": "client's TTFT", "e2e": "client's E2E"}
 SHARES = (0.5, 0.9, 0.99)
@@ -155,7 +156,7 @@ def outside(requests: pl.DataFrame) -> list[list[Cell]]:
         }
         for name, us in parts.items():
             ms = known.select(us / 1e3).to_series()
-            rows.append([name, *(ms.quantile(share) for share in SHARES)])
+            rows.append([name, *(quantile(ms, share) for share in SHARES)])
     return rows
 
 

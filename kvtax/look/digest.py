@@ -11,14 +11,15 @@ machine that stood still. Such long steps are counted, and are in no mean.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
-from kvtax.stats.distribution import Ints, as_float
+from kvtax.stats.distribution import Floats, Ints
 from kvtax.steps.parts import CALLS, STEP_PARTS, method_columns
 
 # Bits of a float of 32 that its bucket leaves out.
@@ -36,6 +37,9 @@ GAUGES = ("cache_size", "free_blocks", "running", "waiting", "prefill_tokens")
 # Columns of what the engine's process does, which is known of each step.
 OF_THE_ENGINE = ("step_us", "scheduler")
 SUMS = "sum."
+# Times of steps in us, and whether each step counts.
+Times = NDArray[np.float32]
+Flags = NDArray[np.bool_]
 
 
 class LongStep(NamedTuple):
@@ -78,50 +82,60 @@ class StepDigest:
         """Add steps, and mark the `is_long` ones among them."""
         if not steps.height:
             return steps.with_columns(pl.lit(value=False).alias("is_long"))
+        steps = steps.rechunk()
         if not self.steps:
             self.begin_ns = int(steps["t_ns"][0])
-        self.end_ns = max(self.end_ns, int(as_float(steps["end_ns"].max())))
-        times = _times(steps)
-        self._count(steps, times)
+        self.end_ns = max(self.end_ns, int(steps["end_ns"].to_numpy().max()))
+        us = {
+            name: steps[name].cast(pl.Float32).fill_null(0.0).to_numpy()
+            for name in _times(steps)
+        }
+        has_worker = steps["execute_model_us"].is_not_null().to_numpy()
+        self._count(us, has_worker)
         # A bucket is narrower than the time by which a long step is longer.
         limit_us = LONG * self.quantile("step_us", 0.5)
         marked = steps.with_columns((pl.col("step_us") > limit_us).alias("is_long"))
-        self._note_long(marked.filter("is_long"))
-        self._add_sums(marked, times)
-        self._add_stretches(marked, times)
+        is_short = ~marked["is_long"].to_numpy()
+        self._note_long(marked.filter(~is_short))
+        for of_worker in (True, False):
+            self._add_sums(steps, [*us], is_short & (has_worker == of_worker))
+        # Where no worker was recorded, all steps count.
+        counts = is_short & (has_worker if has_worker.any() else ~has_worker)
+        self._add_stretches(steps, us, counts)
         self.steps += steps.height
         free = steps["free_blocks"].max()
         if isinstance(free, int):
             self.most_free_blocks = max(self.most_free_blocks or 0, free)
         return marked
 
-    def _count(self, steps: pl.DataFrame, times: Sequence[str]) -> None:
-        has_worker = steps["execute_model_us"].is_not_null().to_numpy()
+    def _count(self, us: Mapping[str, Times], has_worker: Flags) -> None:
         is_whole = bool(has_worker.all())
-        for us in steps.select(pl.col(times).cast(pl.Float32).fill_null(0.0)):
-            buckets = np.maximum(us.to_numpy(), 0).view(np.int32) >> BITS
-            added = np.bincount(buckets, minlength=BUCKETS)
-            _add(self._counts, us.name, added)
-            if not is_whole:
-                added = np.bincount(buckets[has_worker], minlength=BUCKETS)
-            _add(self._of_worker, us.name, added)
-            most_us = as_float(us.max())
-            self.most_us[us.name] = max(self.most_us.get(us.name, 0.0), most_us)
+        for name, own in us.items():
+            added = _counts(own)
+            _add(self._counts, name, added)
+            added = added if is_whole else _counts(own[has_worker])
+            _add(self._of_worker, name, added)
+            self.most_us[name] = max(self.most_us.get(name, 0.0), float(own.max()))
 
     def _note_long(self, steps: pl.DataFrame) -> None:
         self.long_steps += steps.height
-        self.long_us += as_float(steps["step_us"].sum())
+        self.long_us += float(steps["step_us"].sum())
         rows = steps.top_k(NAMED, by="step_us").select("step_id", "t_ns", "step_us")
         named = [*self.longest, *map(LongStep._make, rows.iter_rows())]
         self.longest = sorted(named, key=lambda step: -step.us)[:NAMED]
 
-    def _add_sums(self, steps: pl.DataFrame, times: Sequence[str]) -> None:
+    def _add_sums(
+        self, steps: pl.DataFrame, times: Sequence[str], counts: Flags
+    ) -> None:
+        """Add sums over the steps that count, all with a worker's record or none."""
+        some = steps if counts.all() else steps.filter(counts)
+        if not some.height:
+            return
         calls = [name for name in steps.columns if name.endswith(CALLS)]
         columns = [*times, *calls, "alone_us", "followed_us", "scheduled"]
         self._groups.append(
-            steps.filter(~pl.col("is_long"))
-            .group_by(pl.col("execute_model_us").is_not_null().alias("has_worker"))
-            .agg(
+            some.select(
+                pl.col("execute_model_us").is_not_null().first().alias("has_worker"),
                 pl.len().alias("steps"),
                 *(pl.col(name).cast(pl.Float64).sum() for name in columns),
                 *(
@@ -133,43 +147,28 @@ class StepDigest:
         if len(self._groups) > NAMED:
             self._groups = [_summed(self._groups)]
 
-    def _add_stretches(self, steps: pl.DataFrame, times: Sequence[str]) -> None:
+    def _add_stretches(
+        self, steps: pl.DataFrame, us: Mapping[str, Times], counts: Flags
+    ) -> None:
+        """Add a row per stretch: sums over the steps that count, means over all."""
         size = SHORT_STRETCH if self.steps < FEW_STEPS else STRETCH
-        slowest = ("step_id", *times)
-        short = ~pl.col("is_long")
-        by_worker = short & pl.col("has_worker")
-        marked = steps.with_columns(
-            (
-                pl.col("execute_model_us").is_not_null()
-                | pl.lit(steps["execute_model_us"].null_count() == steps.height)
-            ).alias("has_worker")
-        )
-        stretches = (
-            marked.with_row_index("row")
-            .group_by(
-                (pl.int_range(pl.len()) // size).alias("stretch"), maintain_order=True
-            )
-            .agg(
-                pl.col("t_ns").first(),
-                pl.col("end_ns").max(),
-                pl.len().alias("steps"),
-                by_worker.sum().alias("weight"),
-                *(
-                    pl.col(name)
-                    .filter(by_worker)
-                    .cast(pl.Float64)
-                    .sum()
-                    .alias(f"{SUMS}{name}")
-                    for name in times
-                ),
-                *(pl.col(name).mean() for name in GAUGES),
-                pl.col("row").get(pl.col("step_us").arg_max()),
-            )
-            .drop("stretch")
-        )
-        rows = marked.select(slowest)[stretches["row"]]
-        named = rows.select(pl.all().name.prefix("slowest."))
-        self._stretches.append(stretches.drop("row").hstack(named))
+        starts = np.arange(0, steps.height, size)
+        slowest = starts + _rows_of(us["step_us"], size).argmax(axis=1)
+        ends = np.append(starts[1:], steps.height)
+        columns = {
+            "t_ns": steps["t_ns"].to_numpy()[starts],
+            "end_ns": np.maximum.reduceat(steps["end_ns"].to_numpy(), starts),
+            "steps": ends - starts,
+            "weight": _sums(counts, starts),
+        }
+        for name, own in us.items():
+            counted = own if counts.all() else np.where(counts, own, 0)
+            columns[f"{SUMS}{name}"] = _sums(counted, starts)
+        columns |= {name: _means(steps[name], starts) for name in GAUGES}
+        columns["slowest.step_id"] = steps["step_id"].to_numpy()[slowest]
+        columns |= {f"slowest.{name}": own[slowest] for name, own in us.items()}
+        gauges = [pl.col(name).fill_nan(None) for name in GAUGES]
+        self._stretches.append(pl.DataFrame(columns).with_columns(gauges))
         if len(self._stretches) > STRETCH:
             self._stretches = [pl.concat(self._stretches, how="diagonal")]
 
@@ -229,8 +228,10 @@ class StepDigest:
     def quantile(self, column: str, share: float) -> float:
         """Compute a quantile in us over all steps, the long ones among them."""
         in_worker = self.has_worker and not column.startswith(OF_THE_ENGINE)
-        counts = (self._of_worker if in_worker else self._counts)[column]
-        below = np.cumsum(counts)
+        by_column = self._of_worker if in_worker else self._counts
+        below = np.cumsum(by_column[column])
+        # Where a method was not called at all, it has no column.
+        below += by_column["step_us"].sum() - below[-1]
         rank = int((below[-1] - 1) * share + 0.5)
         bucket = int(np.searchsorted(below, rank, side="right"))
         return _middle_us(bucket)
@@ -243,6 +244,31 @@ class StepDigest:
 
 def _add(counts: dict[str, Ints], column: str, added: Ints) -> None:
     counts[column] = counts[column] + added if column in counts else added
+
+
+def _counts(us: Times) -> Ints:
+    """Count times by bucket; most methods are called in few steps."""
+    longer = us[us > 0]
+    counts = np.bincount(longer.view(np.int32) >> BITS, minlength=BUCKETS)
+    counts[0] += len(us) - len(longer)
+    return counts
+
+
+def _rows_of(us: Times, size: int) -> Times:
+    """Lay out times in rows of `size`, the last one filled up."""
+    return np.pad(us, (0, -len(us) % size), constant_values=-1).reshape(-1, size)
+
+
+def _sums(values: Any, starts: Ints) -> Floats:
+    """Sum up stretches that begin at `starts`."""
+    return np.add.reduceat(values, starts, dtype=float)
+
+
+def _means(values: pl.Series, starts: Ints) -> Floats:
+    """Compute the means of stretches, NaN where nothing is known."""
+    sums = _sums(values.fill_null(0).to_numpy(), starts)
+    known = _sums(values.is_not_null().to_numpy(), starts)
+    return np.divide(sums, known, out=np.full(len(sums), np.nan), where=known > 0)
 
 
 def _times(steps: pl.DataFrame) -> list[str]:

@@ -21,12 +21,13 @@ from kvtax.look.digest import STRETCH, SUMS, StepDigest
 from kvtax.look.instances import Instance
 from kvtax.report.document import Cell
 from kvtax.stats import Estimate
-from kvtax.stats.distribution import Floats, as_float, share_of, t_quantile
+from kvtax.stats.distribution import Floats, share_of, t_quantile
 from kvtax.stats.least_squares import (
     STRETCHES,
     jackknifed_slopes,
     share_explained_by_others,
 )
+from kvtax.stats.quantiles import quantile
 from kvtax.steps.parts import STEP_PARTS
 
 # Mean step over the time between two ends from which steps are called overlapping.
@@ -112,8 +113,8 @@ def _blocks(digest: StepDigest, times: Sequence[str]) -> pl.DataFrame:
 
 def _swings(column: pl.Series, least_range: float) -> int | None:
     """Count the ways from low to high and back; None if the range is too small."""
-    low, high = (as_float(column.quantile(share)) for share in (0.05, 0.95))
-    if high - low < least_range:
+    low, high = quantile(column, 0.05), quantile(column, 0.95)
+    if low is None or high is None or high - low < least_range:
         return None
     quarter = (high - low) / 4
     values = column.to_numpy()
@@ -290,7 +291,7 @@ def felt(requests: pl.DataFrame) -> dict[str, Felt]:
     return {
         name: _felt(span["connector"].to_numpy(), span["whole"].to_numpy())
         for name, span in spans.items()
-        if span.height and as_float(span["whole"].sum()) > 0
+        if span.height and span["whole"].to_numpy().sum() > 0
     }
 
 
@@ -342,8 +343,8 @@ def parts_of_requests(requests: pl.DataFrame) -> dict[str, dict[str, float]]:
             if (column := f"{span}.{part}") not in requests.columns:
                 continue
             known = requests.select(whole, column).drop_nulls()
-            if total_us := as_float(known[whole].sum()):
-                part_us = as_float(known[column].sum())
+            total_us, part_us = (float(us.to_numpy().sum()) for us in known)
+            if total_us:
                 shares.setdefault(name, {})[span] = part_us / total_us
     return shares
 

@@ -29,7 +29,7 @@ from kvtax.records.steps import (
 )
 from kvtax.records.warning import RunWarning, Warn
 from kvtax.stats.distribution import Floats
-from kvtax.steps.life import LifeSteps
+from kvtax.steps.life import ENGINE_COLUMNS, LifeSteps
 from kvtax.steps.parts import CALLS, SIDES, STEP_PARTS, method_columns, step_parts
 
 # What vLLM calls once, before there are steps.
@@ -75,8 +75,9 @@ def without_outside_calls(steps: pl.DataFrame, *, is_start: bool) -> OutsideCall
     methods = method_columns(steps)
     if not methods or not steps.height:
         return OutsideCalls(steps, {}, {})
-    sides = {side: _excess_us(steps, side) > ROUNDING_US for side in SIDES}
-    rows = np.union1d([0], np.flatnonzero(np.any([*sides.values()], axis=0)))
+    other_us = steps.select(step_parts(methods)["other_us"]).to_series()
+    # Parts that are longer than their step have something in them that is outside.
+    rows = np.union1d([0], np.flatnonzero((other_us < -ROUNDING_US).to_numpy()))
     some = steps[rows].with_columns(pl.col(methods).fill_null(0))
     us = some.select(methods).to_numpy().astype(float)
     outside = np.zeros(us.shape, bool)
@@ -132,6 +133,8 @@ def _method(column: str) -> str:
 
 
 TIMES = ("schedule_us", "update_us", "step_us")
+# Fields of an engine's record that are read: its CPU clocks are for sweeps.
+COLUMNS = [name for name in ENGINE_COLUMNS if not name.endswith(("_cpu_us", "yardstick_us"))]
 # More of anything were never in a step.
 MOST_COUNTED = 2**31
 
@@ -150,7 +153,7 @@ class Steps:
     """
 
     def __init__(self, server: ServerFiles) -> None:
-        self._life = LifeSteps(server.path)
+        self._life = LifeSteps(server.path, COLUMNS)
         self._every = server.header.every
         self.open = self.impossible = 0
         self.at_start_us: dict[str, float] = {}
@@ -183,11 +186,11 @@ class Steps:
         return [*self._life.warnings, *counts]
 
     def _ended(self, recorded: pl.DataFrame, *, is_start: bool) -> pl.DataFrame:
-        ended = recorded.filter(pl.col("step_us").is_not_null())
-        possible = ended.filter(_possible(ended))
+        ended = recorded.drop_nulls("step_us")
+        possible = ended if _are_possible(ended) else ended.filter(_possible(ended))
         self.open += recorded.height - ended.height
         self.impossible += ended.height - possible.height
-        inside = without_outside_calls(possible, is_start=is_start)
+        inside = without_outside_calls(_called(possible), is_start=is_start)
         self.at_start_us |= inside.at_start_us
         for method, us in inside.between_us.items():
             self.between_us[method] = self.between_us.get(method, 0.0) + us
@@ -247,7 +250,8 @@ class Instance:
         """The steps, read once more into one table."""
         frames = list(Steps(self.server))
         table = pl.concat(frames, how="diagonal_relaxed")
-        return table.filter(pl.col("run") == _longest_run(frames))
+        table = table.filter(pl.col("run") == _longest_run(frames))
+        return table.with_columns(pl.col(method_columns(table)).fill_null(0))
 
 
 def _longest_run(frames: Sequence[pl.DataFrame]) -> int:
@@ -340,13 +344,40 @@ def _of_steps(digest: StepDigest, left_out: int) -> list[RunWarning]:
     return warnings
 
 
+def _called(steps: pl.DataFrame) -> pl.DataFrame:
+    """Leave out methods that were called in none of the steps, but for one.
+
+    A server that never called its connector has a cost, of 0.
+    """
+    methods = method_columns(steps)
+    idle = [name for name in methods if steps[name].null_count() == steps.height]
+    idle = idle[len(idle) == len(methods) :]
+    return steps.drop(*idle, *(_method(name) + CALLS for name in idle))
+
+
+def _bounds(steps: pl.DataFrame) -> Iterator[tuple[list[str], float]]:
+    """Yield columns and the most that there can be in one of their steps."""
+    yield [*TIMES, "execute_model_us", *method_columns(steps)], LONGEST_STEP_US
+    calls = [name for name in steps.columns if name.endswith(CALLS)]
+    yield [*ENGINE_COUNTS, *calls], MOST_COUNTED
+
+
+def _are_possible(steps: pl.DataFrame) -> bool:
+    """Decide for all steps at once, as nearly always all are possible."""
+    return all(
+        steps.select(
+            (pl.col(names).min() >= 0).fill_null(value=True).name.prefix("least."),
+            (pl.col(names).max() <= most).fill_null(value=True),
+        ).row(0) == (True,) * (2 * len(names))
+        for names, most in _bounds(steps)
+    )
+
+
 def _possible(steps: pl.DataFrame) -> pl.Expr:
     """Select steps all of whose times and counts can be."""
-    times = [*TIMES, "execute_model_us", *method_columns(steps)]
-    calls = [name for name in steps.columns if name.endswith(CALLS)]
     return pl.all_horizontal(
-        pl.col(times).fill_null(0).is_between(0, LONGEST_STEP_US),
-        pl.col(*ENGINE_COUNTS, *calls).fill_null(0).is_between(0, MOST_COUNTED),
+        pl.col(names).fill_null(0).is_between(0, most)
+        for names, most in _bounds(steps)
     )
 
 

@@ -15,6 +15,7 @@ connector, else for the scheduler, else for the model.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,16 +113,18 @@ def _line_count(path: Path) -> int:
 def _possible() -> pl.Expr:
     """Select requests whose moments are in order, and whose counts are not negative."""
 
-    def ascending(moments: pl.Expr) -> pl.Expr:
-        after = pl.element() >= pl.element().shift(1)
-        return moments.list.drop_nulls().list.eval(after).list.all()
+    def in_order(earlier: str, later: str) -> pl.Expr:
+        return (pl.col(earlier) <= pl.col(later)).fill_null(value=True)
+
+    def ascending(moments: str) -> pl.Expr:
+        return pl.col(moments).list.diff().list.min().fill_null(0) >= 0
 
     counts = ("prompt_tokens", "output_tokens", "preemptions")
     return pl.all_horizontal(
-        ascending(pl.concat_list("arrival_ns", "finished_ns")),
-        ascending(pl.concat_list(*NAMED_STEPS)),
-        ascending(pl.col("preempted_steps")),
-        ascending(pl.col("kv_wait_ns")),
+        in_order("arrival_ns", "finished_ns"),
+        *(in_order(*names) for names in itertools.combinations(NAMED_STEPS, 2)),
+        ascending("preempted_steps"),
+        ascending("kv_wait_ns"),
         pl.all_horizontal(pl.col(counts) >= 0),
         pl.col("before_engine_us").fill_null(0) >= 0,
     )
@@ -166,29 +169,14 @@ class Marks:
 
     def add(self, steps: pl.DataFrame) -> None:
         """Add steps in order, with `is_long`."""
-        if not len(self._ids) + len(self._moments):
+        if not steps.height or not len(self._ids) + len(self._moments):
             return
         ids, begun = steps["step_id"].to_numpy(), steps["t_ns"].to_numpy()
         is_named = _is_in(ids, self._ids)
         last = np.searchsorted(begun, self._moments, "right") - 1
         is_named[last[last >= 0]] = True
-        edge = np.append(False, is_named[:-1])
-        group = np.cumsum(is_named | edge)
-        parts = [*TIMED_PARTS, *method_columns(steps)]
-        self._frames.append(
-            steps.with_columns(pl.Series("group", group))
-            .group_by("group", maintain_order=True)
-            .agg(
-                pl.col("step_id", "t_ns").first(),
-                pl.col("end_ns").last(),
-                pl.len().alias("steps"),
-                pl.col("execute_model_us").is_null().sum().alias("without_worker"),
-                pl.col("is_long").sum().alias("long"),
-                *(pl.col(name).cast(pl.Float64).sum() for name in parts),
-                pl.col("connector_us").count().alias("known"),
-            )
-            .drop("group")
-        )
+        begins = is_named | np.append(True, is_named[:-1])
+        self._frames.append(_summed(steps.rechunk(), np.flatnonzero(begins)))
 
     def rows(self) -> pl.DataFrame:
         """Tabulate a row per step that is named, and per stretch between."""
@@ -197,17 +185,43 @@ class Marks:
         return pl.concat(self._frames, how="diagonal")
 
 
+def _summed(steps: pl.DataFrame, starts: Ints) -> pl.DataFrame:
+    """Make a row per group of steps; the groups begin at `starts`."""
+    parts = [*TIMED_PARTS, *method_columns(steps)]
+    last = np.append(starts[1:], steps.height) - 1
+    counts = {
+        "without_worker": steps["execute_model_us"].is_null(),
+        "long": steps["is_long"],
+        "known": steps["connector_us"].is_not_null(),
+    }
+    us = {name: steps[name].cast(pl.Float64).fill_null(0).to_numpy() for name in parts}
+    return pl.DataFrame(
+        {
+            **{name: steps[name].to_numpy()[starts] for name in ("step_id", "t_ns")},
+            "end_ns": steps["end_ns"].to_numpy()[last],
+            "steps": last - starts + 1,
+            **{
+                name: np.add.reduceat(of.to_numpy(), starts, dtype=np.int64)
+                for name, of in counts.items()
+            },
+            **{name: np.add.reduceat(of, starts) for name, of in us.items()},
+        }
+    )
+
+
 def _is_in(ids: Ints, named: Ints) -> npt.NDArray[np.bool_]:
-    if not len(named):
-        return np.zeros(len(ids), bool)
-    at = np.minimum(np.searchsorted(named, ids), len(named) - 1)
-    return np.asarray(named[at] == ids)
+    """Decide which of the ids are named; both are in order."""
+    own = named[slice(*np.searchsorted(named, (ids[0], ids[-1] + 1)))]
+    at = np.searchsorted(ids, own)
+    is_in = np.zeros(len(ids), bool)
+    is_in[at] = ids[at] == own
+    return is_in
 
 
 NO_ROWS = pl.DataFrame(
     schema={
         **dict.fromkeys(("step_id", "t_ns", "end_ns"), pl.Int64()),
-        **dict.fromkeys(("steps", "without_worker", "long", "known"), pl.UInt32()),
+        **dict.fromkeys(("steps", "without_worker", "long", "known"), pl.Int64()),
         **dict.fromkeys(TIMED_PARTS, pl.Float64()),
     }
 )

@@ -16,7 +16,6 @@ from kvtax.look.instance_summary import Cost, InstanceSummary
 from kvtax.look.tables import tables
 from kvtax.look.time_line import time_line
 from kvtax.report.document import Bar, Bars, Cell, Group, Section, Table, Words
-from kvtax.stats.distribution import as_float
 
 # Two servers are equal whose steps and connectors take as long, to a fifth or 5 us.
 EQUAL_SHARE, EQUAL_US = 0.2, 5.0
@@ -207,7 +206,7 @@ def _row(summary: InstanceSummary, cost: Cost) -> list[Cell]:
         *(None if us is None else round(us, 1) for us in values),
         round(sum(cost.bar.values()), 1),
         round(100 * cost.connector.share, 2) if cost.connector else None,
-        round(as_float(batch.sums["scheduled"]) / known, 2) if known else None,
+        round(batch.sums["scheduled"] / known, 2) if known else None,
         cost.steps,
         summary.instance.all_requests,
     ]

@@ -197,6 +197,8 @@ def read_lines(
             for number, line in enumerate(lines_of(file), start=1):
                 if header is not None and len(records) == limit:
                     break
+                if number % step and number > 1 and torn is None and line[-1:] == b"\n":
+                    continue
                 if torn is not None:
                     if strict:
                         raise torn

@@ -39,11 +39,6 @@ class Distribution:
         return self.interval(0.95)
 
 
-def as_float(value: object) -> float:
-    """Convert a number that polars returned; 0 for null."""
-    return float(value) if isinstance(value, int | float | np.number) else 0.0
-
-
 def share_of(us: float, covered_us: float) -> float:
     """Compute the share of a time in which steps ran, at most all of it.
 

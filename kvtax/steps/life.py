@@ -77,15 +77,17 @@ def recorded_steps(engine: Path) -> RecordedSteps:
 class LifeSteps:
     """The steps of one engine life, with the times of its workers, in chunks.
 
-    A frame has a row per step, in order: all fields of the engine's record, times of
-    the worker's (null without one), `worker_t_ns`, and the methods' columns
+    A frame has a row per step, in order: the `columns` of the engine's record, times
+    of the worker's (null without one), `worker_t_ns`, and the methods' columns
     (kvtax.steps.parts). What was left out is in `warnings` and the counts once all
     frames were read. Raises RecordsError if the file cannot be read at all.
     """
 
-    def __init__(self, engine: Path) -> None:
+    def __init__(
+        self, engine: Path, columns: Sequence[str] = ENGINE_COLUMNS
+    ) -> None:
         self._path = engine
-        self._engine = StepReader(engine, EngineHeader, ENGINE_COLUMNS)
+        self._engine = StepReader(engine, EngineHeader, columns)
         header = self._engine.header
         assert isinstance(header, EngineHeader)
         self.header = header
@@ -378,7 +380,14 @@ def by_method(side: str, frame: pl.DataFrame) -> pl.DataFrame:
             frame = frame.hstack(by_name.rename_fields(names).struct.unnest())
     methods = [name.removesuffix("_us") for name in method_columns(frame)]
     fields = method_fields(side, [name.partition(".")[2] for name in methods])
-    return _completed(frame, side, methods, fields)
+    named = {f"{side}.{name}" for name in fields}
+    called = [
+        method
+        for method in methods
+        if method in named
+        or any(frame[f"{method}{end}"].count() for end in BY_METHOD.values())
+    ]
+    return _completed(frame, side, called, fields)
 
 
 def _completed(

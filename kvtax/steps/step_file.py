@@ -346,11 +346,33 @@ def _parse(lines: bytes, schema: Schema) -> pl.DataFrame:
     """Parse whole lines. Raises PolarsError, and RecordsError without a step's id."""
     if not lines:
         return pl.DataFrame(schema=schema)
-    frame = pl.read_ndjson(lines, schema=schema)
+    # A struct's fields take time in each line, even where the line has none.
+    by_name = {
+        name: kind
+        for name, kind in schema.items()
+        if isinstance(kind, pl.Struct) and kind.fields
+    }
+    as_text = dict.fromkeys(by_name, pl.String())
+    frame = pl.read_ndjson(lines, schema={**schema, **as_text})
     for name in {"step_id", "t_ns"} & schema.keys():
         if not frame[name].is_between(0, MOST).all(ignore_nulls=False):
             raise RecordsError(f"a record without {name}, or beyond 0 to 2**62")
-    return frame
+    return frame.with_columns(_by_name(frame[name], by_name[name]) for name in by_name)
+
+
+def _by_name(texts: pl.Series, kind: pl.Struct) -> pl.Series:
+    """Parse the texts that are not null, as structs. Raises PolarsError."""
+    known = texts.is_not_null()
+    few = texts.filter(known).str.json_decode(kind).struct.unnest()
+    row = pl.when(known).then(known.cum_sum() - 1).cast(pl.UInt32).alias("row")
+    rows = pl.select(row)
+    fields = [
+        pl.lit(None, of.dtype).alias(of.name)
+        if of.null_count() == len(of)
+        else pl.lit(of.gather(rows["row"]))
+        for of in few
+    ]
+    return rows.with_columns(pl.struct(fields).alias(texts.name))[texts.name]
 
 
 def _good(lines: bytes, schema: Schema) -> tuple[pl.DataFrame, list[_BadLine]]:
