@@ -3,18 +3,20 @@
 # Make a kustomize component that adds the recorder, and a container that serves /metrics,
 # to a workload of vLLM:
 #
-#   sh deploy/component.sh KIND WORKLOAD CONTAINER FOLDER
+#   sh deploy/component.sh KIND WORKLOAD CONTAINER UID FOLDER
 #
 #   KIND       Deployment, StatefulSet, LeaderWorkerSet/leader or LeaderWorkerSet/worker
 #   WORKLOAD   the name of that resource
 #   CONTAINER  the name of its container that runs vLLM
+#   UID        the number of the user that runs vLLM there, 0 in vLLM's own image: only
+#              that user can read the records, so kvtax-look runs as it, too
 #   FOLDER     where to write; name it under `components` in your kustomization.yaml
 #
 # A leader and its workers are one component each. The build ends with an error that has
 # the name of a workload or a container that is not there.
 set -eu
-usage() { sed -n '3,13s/^# \{0,1\}//p' "$0" >&2; exit 2; }
-[ $# -eq 4 ] || usage
+usage() { sed -n '3,15s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+[ $# -eq 5 ] || usage
 case $1 in
     Deployment | StatefulSet) kind=$1 template=spec.template ;;
     LeaderWorkerSet/leader | LeaderWorkerSet/worker)
@@ -26,9 +28,17 @@ for name in "$2" "$3"; do
         *[!a-z0-9.-]* | '') echo "component.sh: '$name' is no name of Kubernetes" >&2; exit 2 ;;
     esac
 done
-mkdir -p "$4"
+case $4 in
+    *[!0-9]* | '') echo "component.sh: '$4' is no number of a user" >&2; exit 2 ;;
+    0) non_root=false ;;
+    *) non_root=true ;;
+esac
+mkdir -p "$5"
 recorder=kvtax-recorder-$(echo "$1" | tr 'A-Z/' 'a-z-')
-sed "s/^  name: kvtax-recorder$/  name: $recorder/" "$(dirname "$0")/recorder.yaml" >"$4/recorder.yaml"
+sed -e "s/^  name: kvtax-recorder$/  name: $recorder/" \
+    -e "/^look:/,/^volumes:/s/runAsUser: .*/runAsUser: $4/" \
+    -e "/^look:/,/^volumes:/s/runAsNonRoot: .*/runAsNonRoot: $non_root/" \
+    "$(dirname "$0")/recorder.yaml" >"$5/recorder.yaml"
 
 # put PART PLACE: put a part of recorder.yaml at a place in the pod.
 put() {
@@ -40,7 +50,7 @@ put() {
 }
 
 {
-    echo "# Made by deploy/component.sh $1 $2 $3.
+    echo "# Made by deploy/component.sh $1 $2 $3 $4.
 apiVersion: kustomize.config.k8s.io/v1alpha1
 kind: Component
 resources: [recorder.yaml]
@@ -59,4 +69,4 @@ replacements:
     put look "$2" 'containers.[name=kvtax-look]'
     put volumes.probe "$2" 'volumes.[name=kvtax-probe]'
     put volumes.records "$2" 'volumes.[name=kvtax-records]'
-} >"$4/kustomization.yaml"
+} >"$5/kustomization.yaml"

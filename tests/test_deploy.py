@@ -122,6 +122,7 @@ def without_order(value: Any) -> Any:
 
 
 PROBE, LOOK = PARTS["init"], PARTS["look"]
+USER = "65534"
 RECORDS = {"env": list(PARTS["env"].values())}
 RECORDS |= {"volumeMounts": list(PARTS["mounts"].values())}
 VOLUMES = list(PARTS["volumes"].values())
@@ -180,7 +181,7 @@ def built(folder: Path, manifest: Any, components: dict[str, list[str]]) -> Any:
 @pytest.mark.parametrize("kind", ["Deployment", "StatefulSet"])
 def test_the_component_only_adds_and_leaves_nothing_when_it_is_deleted(kind, tmp_path):
     manifest = DEPLOYMENT | {"kind": kind}
-    done = built(tmp_path, manifest, {"recorder": [kind, "vllm", "vllm"]})
+    done = built(tmp_path, manifest, {"recorder": [kind, "vllm", "vllm", USER]})
     assert without_order(done) == without_order(PATCHED | {"kind": kind})
     assert built(tmp_path, manifest, {}) == manifest
 
@@ -196,7 +197,8 @@ def test_pods_of_a_leader_worker_set_keep_what_they_had_and_record(roles, tmp_pa
     for role in set(ROLES) - set(roles):
         del before[f"{role}Template"]
     settings = {
-        role: [f"LeaderWorkerSet/{role}", "vllm", f"vllm-{role}"] for role in roles
+        role: [f"LeaderWorkerSet/{role}", "vllm", f"vllm-{role}", USER]
+        for role in roles
     }
     done = built(tmp_path, manifest, settings)
     after = done["spec"]["leaderWorkerTemplate"]
@@ -218,10 +220,14 @@ def test_pods_of_a_leader_worker_set_keep_what_they_had_and_record(roles, tmp_pa
 @pytest.mark.parametrize(
     ("manifest", "settings", "named"),
     [
-        (DEPLOYMENT, ["Deployment", "vllm", "other"], "other"),
-        (DEPLOYMENT, ["Deployment", "other", "vllm"], "other"),
-        (DEPLOYMENT, ["StatefulSet", "vllm", "vllm"], "StatefulSet"),
-        (LEADER_WORKER_SET, ["LeaderWorkerSet/leader", "vllm", "vllm"], "name=vllm]"),
+        (DEPLOYMENT, ["Deployment", "vllm", "other", USER], "other"),
+        (DEPLOYMENT, ["Deployment", "other", "vllm", USER], "other"),
+        (DEPLOYMENT, ["StatefulSet", "vllm", "vllm", USER], "StatefulSet"),
+        (
+            LEADER_WORKER_SET,
+            ["LeaderWorkerSet/leader", "vllm", "vllm", USER],
+            "name=vllm]",
+        ),
     ],
 )
 def test_a_workload_or_a_container_that_is_not_there_ends_the_build_by_name(
@@ -236,10 +242,12 @@ def test_a_workload_or_a_container_that_is_not_there_ends_the_build_by_name(
     "settings",
     [
         ["Deployment", "vllm"],
-        ["Job", "vllm", "vllm"],
-        ["LeaderWorkerSet", "vllm", "vllm"],
-        ["Deployment", "vllm", "a b"],
-        ["Deployment", "", "vllm"],
+        ["Deployment", "vllm", "vllm"],
+        ["Job", "vllm", "vllm", USER],
+        ["LeaderWorkerSet", "vllm", "vllm", USER],
+        ["Deployment", "vllm", "a b", USER],
+        ["Deployment", "", "vllm", USER],
+        ["Deployment", "vllm", "vllm", "root"],
     ],
 )
 def test_wrong_settings_are_refused_and_nothing_is_written(settings, tmp_path):
@@ -249,6 +257,16 @@ def test_wrong_settings_are_refused_and_nothing_is_written(settings, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("user", [0, 1_000])
+def test_the_sidecar_runs_as_vllms_user_who_alone_can_read_records(user, tmp_path):
+    settings = ["Deployment", "vllm", "vllm", str(user), str(tmp_path / "made")]
+    subprocess.run(["sh", str(FOLDER / "component.sh"), *settings], check=True)
+    made = yaml.safe_load((tmp_path / "made" / "recorder.yaml").read_text())
+    context = made["look"]["securityContext"]
+    assert (context["runAsUser"], context["runAsNonRoot"]) == (user, user != 0)
+    assert made["init"] == PROBE
+
+
 @pytest.mark.parametrize("container", [PROBE, LOOK], ids=["probe", "look"])
 def test_our_containers_fit_the_restricted_pod_security_standard(container):
     assert container["securityContext"] == {
@@ -256,6 +274,7 @@ def test_our_containers_fit_the_restricted_pod_security_standard(container):
         "capabilities": {"drop": ["ALL"]},
         "readOnlyRootFilesystem": True,
         "runAsNonRoot": True,
+        "runAsUser": int(USER),
         "seccompProfile": {"type": "RuntimeDefault"},
     }
     # Else a pod would lose the class Guaranteed, and its CPUs of its own.
@@ -404,7 +423,7 @@ def test_the_sidecar_serves_what_comes_and_ends_with_the_pod(tmp_path):
     other = reserve(1)[0].http
     records = tmp_path / "records"
     records.mkdir()
-    words = {"/records": str(records), f"0.0.0.0:{port}": f"0.0.0.0:{other}"}
+    words = {"/records": str(records), f"$(POD_IP):{port}": f"127.0.0.1:{other}"}
     assert words.keys() <= set(LOOK["command"])
     program, *arguments = (words.get(word, word) for word in LOOK["command"])
     command = [sys.executable, "-m", program, *arguments]

@@ -30,7 +30,7 @@ from kvtax.records.steps import (
 from kvtax.records.warning import RunWarning, Warn
 from kvtax.stats.distribution import Floats
 from kvtax.steps.life import ENGINE_COLUMNS, LifeSteps
-from kvtax.steps.parts import CALLS, SIDES, STEP_PARTS, method_columns, step_parts
+from kvtax.steps.parts import CALLS, STEP_PARTS, method_columns, step_parts
 
 # What vLLM calls once, before there are steps.
 START_METHODS = {
@@ -134,7 +134,9 @@ def _method(column: str) -> str:
 
 TIMES = ("schedule_us", "update_us", "step_us")
 # Fields of an engine's record that are read: its CPU clocks are for sweeps.
-COLUMNS = [name for name in ENGINE_COLUMNS if not name.endswith(("_cpu_us", "yardstick_us"))]
+COLUMNS = [
+    name for name in ENGINE_COLUMNS if not name.endswith(("_cpu_us", "yardstick_us"))
+]
 # More of anything were never in a step.
 MOST_COUNTED = 2**31
 
@@ -368,7 +370,8 @@ def _are_possible(steps: pl.DataFrame) -> bool:
         steps.select(
             (pl.col(names).min() >= 0).fill_null(value=True).name.prefix("least."),
             (pl.col(names).max() <= most).fill_null(value=True),
-        ).row(0) == (True,) * (2 * len(names))
+        ).row(0)
+        == (True,) * (2 * len(names))
         for names, most in _bounds(steps)
     )
 
@@ -376,8 +379,7 @@ def _are_possible(steps: pl.DataFrame) -> bool:
 def _possible(steps: pl.DataFrame) -> pl.Expr:
     """Select steps all of whose times and counts can be."""
     return pl.all_horizontal(
-        pl.col(names).fill_null(0).is_between(0, most)
-        for names, most in _bounds(steps)
+        pl.col(names).fill_null(0).is_between(0, most) for names, most in _bounds(steps)
     )
 
 

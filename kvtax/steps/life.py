@@ -83,9 +83,7 @@ class LifeSteps:
     frames were read. Raises RecordsError if the file cannot be read at all.
     """
 
-    def __init__(
-        self, engine: Path, columns: Sequence[str] = ENGINE_COLUMNS
-    ) -> None:
+    def __init__(self, engine: Path, columns: Sequence[str] = ENGINE_COLUMNS) -> None:
         self._path = engine
         self._engine = StepReader(engine, EngineHeader, columns)
         header = self._engine.header

@@ -289,6 +289,30 @@ MACHINES = {
 }
 
 
+def with_cache(cache: np.ndarray, us: np.ndarray) -> pl.DataFrame:
+    """Steps whose cost is `us` in each block while |cache| goes this way."""
+    return pl.DataFrame(
+        {
+            "cache_size": np.repeat((15_000 * cache).astype(int), 50),
+            "running": 5,
+            "free_blocks": 0,
+            "prefill_tokens": 0,
+            "us": np.repeat(us, 50),
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("cache", "is_known"),
+    [("fills", False), ("full early", False), ("reset twice", True)],
+)
+def test_a_cache_that_went_one_way_says_nothing(cache, is_known):
+    slope = moved(with_cache(CACHES[cache], 100 + 10 * CACHES[cache]))["cache"]
+    assert isinstance(slope, Estimate) == is_known
+    if not is_known:
+        assert slope == "it hardly went up and down, so time may be the reason"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("cache", CACHES)
@@ -298,16 +322,7 @@ def test_slopes_of_nothing(cache, machine):
     held = []
     for _ in range(200):
         us = MACHINES[machine](rng) + rng.normal(0, 2, BLOCKS)
-        steps = pl.DataFrame(
-            {
-                "cache_size": np.repeat((15_000 * CACHES[cache]).astype(int), 50),
-                "running": 5,
-                "free_blocks": 0,
-                "prefill_tokens": 0,
-                "us": np.repeat(us, 50),
-            }
-        )
-        slope = moved(steps)["cache"]
+        slope = moved(with_cache(CACHES[cache], us))["cache"]
         if isinstance(slope, str):
             assert "time may be the reason" in slope
             assert "reset" not in cache or cache == "reset once"
