@@ -28,6 +28,7 @@ from kvtax.look.instances import Instance, Steps
 from kvtax.look.requests import pairs
 from kvtax.records import RecordsError
 from kvtax.records.files import written_whole
+from kvtax.steps.parts import method_columns
 
 MOST_STEPS = 200_000
 SEQUENCE = 1
@@ -62,7 +63,6 @@ class Shown:
 
     name: str
     vllm_version: str | None
-    methods: list[str]
     steps: pl.DataFrame
     requests: pl.DataFrame
     begun_ns: dict[int, int]
@@ -101,7 +101,6 @@ class TraceOfRecords:
             Shown(
                 instance.name,
                 instance.vllm_version,
-                instance.methods,
                 pl.concat(steps, how="diagonal_relaxed"),
                 requests,
                 begun_ns,
@@ -229,7 +228,7 @@ class _Process:
                 self._slice(worker, "execute_model()", began_ns, began_ns + long_ns)
 
     def _write_methods(self) -> None:
-        for column in self._instance.methods:
+        for column in method_columns(self._steps):
             called = self._steps.filter(pl.col(column) > 0)
             if not called.height:
                 continue

@@ -100,7 +100,7 @@ class LifeSteps:
         for frame in in_order(self._path, self._engine):
             steps = by_method("scheduler", frame)
             worker = _together(self._rows_until(steps))
-            joined = steps.join(worker, on="step_id", how="left", maintain_order="left")
+            joined = _joined(steps, worker)
             self._steps += joined.height
             self._alone += joined["execute_model_us"].null_count()
             yield joined
@@ -239,6 +239,13 @@ class _Rank:
     def _with_methods(self, frame: pl.DataFrame) -> pl.DataFrame:
         self.steps += frame.height
         return by_method("worker", frame.rename({"t_ns": "worker_t_ns"}))
+
+
+def _joined(steps: pl.DataFrame, worker: pl.DataFrame) -> pl.DataFrame:
+    """Put the worker's times beside each step; nearly always they are of the same."""
+    if steps["step_id"].equals(worker["step_id"]):
+        return steps.hstack(worker.drop("step_id"))
+    return steps.join(worker, on="step_id", how="left", maintain_order="left")
 
 
 def _not_timed(side: str, header: EngineHeader | WorkerHeader) -> list[RunWarning]:

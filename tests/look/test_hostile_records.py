@@ -480,13 +480,11 @@ def test_a_name_that_is_no_text_is_shown_in_all_that_is_written(
     folder = Path(os.fsdecode(os.fsencode(records) + b"-\xff"))
     life = served(folder / os.fsdecode(b"life-\xfe\x1b[2J"))
     replace_line(life.write() / ENGINE, 8, b"{")
-    files = {name: tmp_path / name for name in ("page.html", "trace", "tar")}
-    page, trace, tar = map(str, files.values())
-    assert main([str(folder), "--out", page, "--perfetto", trace]) == 2
-    assert main([str(folder), "--bundle", tar]) == 0
+    page, trace = tmp_path / "page.html", tmp_path / "trace"
+    assert main([str(folder), "--out", str(page), "--perfetto", str(trace)]) == 2
     told = capfd.readouterr().out
     assert "life-\\udcfe\\x1b[2J: vLLM" in told
-    assert "\\udcfe" in files["page.html"].read_text()
+    assert "\\udcfe" in page.read_text()
     server = serve(Watched(folder), "127.0.0.1", 0)
     try:
         url = f"http://127.0.0.1:{server.server_port}/metrics"
@@ -513,7 +511,7 @@ def test_a_terminal_without_our_letters_gets_the_table(records):
     assert b"400 steps in" in done.stdout
 
 
-@pytest.mark.parametrize("option", ["--out", "--perfetto", "--bundle"])
+@pytest.mark.parametrize("option", ["--out", "--perfetto"])
 @pytest.mark.parametrize("name", ["", ".", "/", "folder"])
 def test_a_folder_in_the_place_of_a_file_is_refused_and_nothing_left(
     records, tmp_path, monkeypatch, capsys, option, name
@@ -525,6 +523,16 @@ def test_a_folder_in_the_place_of_a_file_is_refused_and_nothing_left(
     assert capsys.readouterr().err.startswith("kvtax: ")
     assert [path.name for path in here.iterdir()] == ["folder"]
     assert not Path("/.partial").exists()
+
+
+def test_a_folder_of_links_is_followed_and_a_circle_ends(tmp_path, capsys):
+    served(tmp_path / "real").write()
+    links = tmp_path / "links"
+    links.mkdir()
+    (links / "server").symlink_to(tmp_path / "real")
+    (links / "circle").symlink_to(links)
+    assert main([str(links)]) == 0
+    assert "server: vLLM 0.18.1, 400 steps" in capsys.readouterr().out
 
 
 def test_a_symbolic_link_to_the_folder_shows_no_server_twice(records):
