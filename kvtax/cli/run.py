@@ -126,7 +126,15 @@ def _check_imports(overlay: Path, code: int) -> int:
         return code
     from kvtax.engine.import_watch import UNPATCHED
 
-    never, is_all = patcher.never_imported(overlay)
+    try:
+        never, is_all = patcher.never_imported(overlay)
+    except FileNotFoundError:
+        print(
+            f"kvtax: {overlay} was removed while the command ran: what it started "
+            "since then was not patched",
+            file=sys.stderr,
+        )
+        return code or Exit.NOT_MEASURED
     if never:
         print(f"kvtax: never imported: {', '.join(never)}", file=sys.stderr)
     if not is_all:

@@ -40,6 +40,8 @@ class ImportWatch:
 
     def __init__(self, folder: Path, files: Iterable[Path], is_strict: bool) -> None:
         self._folder = folder
+        modules = (folder / import_finder.MODULES).read_text().splitlines()
+        self._modules = {line.partition(" ")[0] for line in modules}
         self._is_strict = is_strict
         self._patched: set[int] = set()
         self._reported: set[int] = set()
@@ -77,7 +79,7 @@ class ImportWatch:
         culprits = [pid for pid in pids if self._is_culprit(pid)] if is_opened else []
         for pid in culprits:
             self._reported.add(pid)
-            (self._folder / UNPATCHED).touch()
+            self._mark(UNPATCHED)
             ending = "the command is ended" if self._is_strict else "it is not recorded"
             print(
                 f"kvtax: process {pid} ({_command(pid)}) imports vLLM without the "
@@ -96,8 +98,14 @@ class ImportWatch:
                 self._patched |= {
                     _CREDENTIALS.unpack(data)[0] for *_, data in ancillary
                 }
-                mark = name.decode(errors="replace").replace("/", "")
-                (self._folder / import_finder.IMPORTED / mark).touch()
+                # Any user can send: only names of the overlay become files.
+                if (module := name.decode(errors="replace")) in self._modules:
+                    self._mark(import_finder.IMPORTED, module)
+
+    def _mark(self, *names: str) -> None:
+        # Where somebody removed the overlay, its run goes on and says so at the end.
+        with suppress(FileNotFoundError):
+            self._folder.joinpath(*names).touch()
 
     def _is_opened(self) -> bool:
         """Return whether a process has opened a file that the patches replace."""

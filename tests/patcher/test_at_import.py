@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
+import socket
 import subprocess
 import sys
 import textwrap
@@ -12,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from kvtax.cli import Exit
+from kvtax.cli.run import _check_imports
 from kvtax.engine.import_watch import ImportWatch
 from kvtax.patcher import (
     AnchorError,
@@ -392,6 +396,21 @@ def test_patched_processes_and_other_readers_are_not_named(site, capsys):
         assert watch.check([process.pid, os.getpid()][:1]) is None
         process.communicate(b"\n")
     assert capsys.readouterr().err == ""
+
+
+def test_what_anybody_sends_is_no_file_and_a_removed_overlay_ends_no_run(site, capsys):
+    watch = ImportWatch(site.overlay, [], is_strict=True)
+    place = str(site.overlay / "reports")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        for name in (b"x" * 4_000, b"a\0b", b"..", b"demo.other", b"\xff"):
+            sender.sendto(name, place)
+        assert watch.check([]) is None
+        assert list((site.overlay / "imported").iterdir()) == []
+        sender.sendto(b"demo.v1", place)
+    shutil.rmtree(site.overlay)
+    assert watch.check([]) is None
+    assert _check_imports(site.overlay, 0) == Exit.NOT_MEASURED
+    assert f"{site.overlay} was removed while" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o077])
