@@ -130,6 +130,19 @@ def test_of_several_ranks_the_slowest_counts_in_each_step(tmp_path: Path):
     assert table.table["bind_us"].null_count() == 2
 
 
+def test_a_stage_that_waits_for_the_one_before_counts_that_time_once(tmp_path: Path):
+    for stage, began_us in enumerate((0, 600)):
+        header = {"schema": "kvtax.worker_step/1", "stage": stage}
+        record = {"step_id": 0, "t_ns": 1 + 1_000 * began_us, "get_finished_us": 4.0}
+        record["execute_model_us"] = 1_000.0
+        write_lines(tmp_path / f"worker_step.r{stage}.jsonl", [header, record])
+    step = engine_record(0, t_ns=1, step_us=2_000.0)
+    write_lines(tmp_path / STEPS, [HEADER, step])
+    table = whole_steps(tmp_path).table
+    rows = table.select("execute_model_us", "get_finished_us").rows()
+    assert rows == [(1_600.0, 8.0)]
+
+
 @pytest.mark.parametrize("later_ns", [0, 1])
 def test_a_step_id_twice_is_an_error(tmp_path: Path, later_ns: int):
     """Another step of the same number, or a copy of the step."""
