@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from kvtax.look.discover import discover
 from kvtax.look.instance_summary import cost
 from kvtax.look.live import Watched
 from kvtax.look.prometheus import serve
@@ -533,12 +532,6 @@ def test_a_folder_of_links_is_followed_and_a_circle_ends(tmp_path, capsys):
     (links / "circle").symlink_to(links)
     assert main([str(links)]) == 0
     assert "server: vLLM 0.18.1, 400 steps" in capsys.readouterr().out
-
-
-def test_a_symbolic_link_to_the_folder_shows_no_server_twice(records):
-    (records / "loop").symlink_to(records)
-    found, _ = discover(records)
-    assert len(found) == 1
 
 
 def test_a_method_that_could_not_be_timed_is_named_once(tmp_path):

@@ -10,7 +10,6 @@ import resource
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import polars as pl
@@ -39,8 +38,6 @@ from kvtax.records.warning import RunWarning
 from kvtax.stats import Estimate
 from kvtax.stats.distribution import t_quantile
 from kvtax.stats.least_squares import STRETCHES
-from tests.harness.made_up_life import write_servers
-from tests.look.by_line import records as by_line
 from tests.look.conftest import digest_of, main, only
 from tests.look.made_up_server import FIRST_NS, Server, served
 from tests.proc.living import eventually
@@ -400,58 +397,6 @@ def test_parts_of_requests_are_shares_of_the_sum_of_their_times():
         part: {"ttft": ttft, "e2e": e2e} for part, (ttft, e2e) in shares.items()
     }
     assert parts_of_requests(requests.clear()) == {}
-
-
-def test_the_parts_of_requests_are_all_their_time(tmp_path, capsys):
-    folder = served(tmp_path / "records", 2_500).write()
-    assert main([str(folder), "--out", str(tmp_path / "page.html")]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    at = next(i for i, line in enumerate(lines) if line.startswith("where requests'"))
-    parts = [line.split()[-2:] for line in lines[at + 1 : at + 7]]
-    for shares in zip(*parts, strict=True):
-        total = sum(float(share.removesuffix("%")) for share in shares)
-        assert total == pytest.approx(100, abs=0.05)
-
-
-STEPS = 2_000
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("compact")
-    write_servers(folder, STEPS, 1)
-    return folder / "server00"
-
-
-def test_parts_are_those_of_a_sum_over_the_lines(folder: Path) -> None:
-    workers = {one["step_id"]: one for one in by_line(folder / "worker_step.r0.jsonl")}
-    rows = []
-    for step in by_line(folder / "engine_step.jsonl"):
-        worker = workers[step["step_id"]]
-        inside, beside = (sum(one["calls_us"].values()) for one in (step, worker))
-        scheduler = max(step["schedule_us"] + step["update_us"] - inside, 0)
-        model = max(worker["execute_model_us"] - beside, 0)
-        parts = model, scheduler, inside + beside
-        # A worker's record may be longer than its step.
-        rows.append((*parts, max(step["step_us"] - sum(parts), 0)))
-    instance = only(folder)
-    assert instance.warnings == []
-    told = cost(instance)
-    names = ["model", "scheduler", "connector", "other"]
-    assert [part.name for part in told.parts] == names
-    for part, us in zip(told.parts, np.array(rows).T, strict=True):
-        assert part.mean_us == pytest.approx(us.mean(), rel=1e-5)
-        assert part.most_us == pytest.approx(us.max(), rel=1e-5)
-    rare = next(part for part in told.methods if "request_finished" in part.name)
-    assert rare.calls_per_step == pytest.approx(1 / 50)
-
-
-def test_nothing_is_written_that_was_not_measured(folder: Path, capsys) -> None:
-    text = (folder / "engine_step.jsonl").read_text().partition("\n")[2]
-    assert "null" not in text
-    assert len(text) / STEPS < 260
-    assert main([str(folder)]) == 0
-    assert f"{STEPS:,} steps in" in capsys.readouterr().out
 
 
 SHORT_CIRCUIT = "kvtax run --fix mooncake_get_finished_short_circuit -- vllm serve"

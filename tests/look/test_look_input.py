@@ -32,15 +32,6 @@ def look(folder, tmp_path, capsys) -> tuple[int, str, str]:
     return status, told, page.read_text() if page.exists() else ""
 
 
-def test_whole_records_give_a_table_and_a_page(records, tmp_path, capsys):
-    status, told, page = look(records, tmp_path, capsys)
-    assert status == 0
-    assert "400 steps" in told
-    assert "worker.get_finished" in told
-    assert "Warnings" not in told
-    assert page.startswith("<!doctype html>")
-
-
 def test_a_folder_without_records_says_how_they_are_made(tmp_path, capsys):
     status, told, _ = look(tmp_path, tmp_path, capsys)
     assert status == 2
@@ -176,38 +167,6 @@ def test_equal_servers_are_one_card_and_another_is_shown(tmp_path, capsys):
     assert len(page) < 1_500_000
 
 
-def life(folder, number: int, rank: int = 0, pid: int = 7, seed: int = 1) -> Server:
-    """A life of an engine, as the recorder names its folder."""
-    name = f"20261125T18302{number}.123456Z-gpu-a-dp{rank}-{pid + number}"
-    server = served(folder / name, seed=seed)
-    for record in (*server.steps, *server.workers):
-        record["t_ns"] += number * 10**11
-    server.requests.clear()
-    return server
-
-
-def test_lives_of_an_engine_are_equal_servers(tmp_path, capsys):
-    folder = tmp_path / "records"
-    for number in range(5):
-        life(folder, number).write()
-    status, out, _ = look(folder, tmp_path, capsys)
-    assert status == 0
-    assert out.startswith("5 equal servers: ")
-    assert out.count("The connector adds") == 1
-
-
-def test_one_life_of_several_that_cannot_be_read_hides_no_other(tmp_path, capsys):
-    folder = tmp_path / "records"
-    for number in (1, 2, 3):
-        life(folder, number).write()
-    bad = next(folder.glob("*-9")) / "engine_step.jsonl"
-    bad.write_text("")
-    status, told, _ = look(folder, tmp_path, capsys)
-    assert status == 2
-    assert f"{bad}:1: no header line" in told
-    assert "2 equal servers: " in told
-
-
 def test_sampled_steps_say_so_and_split_no_request(tmp_path, capsys):
     server = served(tmp_path / "records")
     server.header["every"] = 10
@@ -274,15 +233,6 @@ def test_two_engines_in_one_folder_keep_their_own(records):
     (records / "engine_step.other.jsonl").write_text("".join(lines[:21]))
     instances, _ = read_instances(records)
     assert [instance.steps.height for instance in instances] == [400, 20]
-
-
-def test_several_servers_are_compared_and_none_is_dumped(tmp_path, capsys):
-    for name, seed in (("before", 1), ("after", 2)):
-        served(tmp_path / "records" / name, seed=seed).write()
-    assert main([str(tmp_path / "records")]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("2 equal servers: after, before. The connector adds")
-    assert not any(line.startswith("us per step") for line in lines)
 
 
 @pytest.mark.slow
