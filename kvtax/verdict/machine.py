@@ -29,6 +29,8 @@ from kvtax.verdict.trials import LoadedTrial
 MOST_WAITED = 0.25
 # A server with more of its holds left out is left out, a run with more of its servers.
 MOST_HOLDS, MOST_SERVERS = 0.5, 0.25
+# A core that the hypervisor gives to others is none of the thread's, whoever counts it.
+MOST_STOLEN = 0.05
 # Of older runs, which do not say how long the thread waited: cores taken by others.
 OTHERS_CORES = 0.3
 # With fewer holds a server's p90 and p10 are single holds.
@@ -139,12 +141,16 @@ def _graded(server: ServerConditions, table: pl.DataFrame | None) -> GradedServe
         own_us=round(float(np.median(own)), 3) if len(own) else None,
         own_spread=spread,
         holds_out=None if out is None else round(out, 4),
-        left_out=_disturbed(out, server.others_cores),
+        left_out=_disturbed(out, server.steal_share or 0.0, server.others_cores),
     )
 
 
-def _disturbed(holds_out: float | None, others_cores: float | None) -> str | None:
+def _disturbed(
+    holds_out: float | None, steal_share: float, others_cores: float | None
+) -> str | None:
     """Return why a server's holds do not count; None where they do."""
+    if steal_share > MOST_STOLEN:
+        return f"other machines had {steal_share:.0%} of the cores' time"
     if holds_out is not None:
         if holds_out <= MOST_HOLDS:
             return None

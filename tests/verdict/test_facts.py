@@ -8,14 +8,18 @@ import polars as pl
 import pytest
 
 from kvtax.records.requests import Phase
+from kvtax.records.run import MachineLoad, TrialRecord
 from kvtax.steps.parts import attributed
 from kvtax.verdict.facts import (
     attribution_us,
     growth_curve,
     growth_slope,
     long_calls,
+    measured,
     thin,
 )
+from kvtax.verdict.trials import LoadedTrial
+from tests.microbench.synthetic import LADDER
 from tests.verdict.conftest import hold
 
 
@@ -96,6 +100,18 @@ def test_cpu_time_of_a_long_step_is_without_that_of_the_steps_before(cpu_us, cou
 def test_long_calls_are_unknown_without_calls_or_without_cpu_times():
     assert long_calls(hold(connector_us=None, thread_cpu_us=700.0)) is None
     assert long_calls(hold()) is None
+
+
+@pytest.mark.parametrize(("steal_share", "count"), [(0.0, 2), (0.1, None)])
+def test_calls_are_not_long_where_the_hypervisor_ran_others(steal_share, count):
+    slow = hold(connector_us=[100.0] * 38 + [12_100.0] * 2, thread_cpu_us=20_000.0)
+    load = MachineLoad(2, 10.0, steal_share, 0.0)
+    record = TrialRecord(
+        config="mine", repeat=0, status="ok", num_blocks=9, block_size=16, machine=load
+    )
+    trial = LoadedTrial("mine", 0, None, record, steps=slow)
+    calls = measured([trial], slow, LADDER).long_calls
+    assert (calls and calls.count) == count
 
 
 def test_parts_are_means_of_the_middle_half_of_the_steps():
