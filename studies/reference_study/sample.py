@@ -90,7 +90,7 @@ def _lengths(requests: list[Request]) -> Iterator[Here]:
 
 
 def _sessions(requests: list[Request]) -> Iterator[Here]:
-    stats = describe(requests, "", largest=3)
+    stats = describe(requests, "")
     whole = len(requests) > FIRST_REQUESTS
     if whole:
         yield "requests", stats.requests, 0
@@ -124,7 +124,7 @@ def _reuse(requests: list[Request]) -> Iterator[Here]:
 
 
 def _largest(requests: list[Request]) -> Iterator[Here]:
-    largest = describe(requests, "", largest=3).largest_sessions
+    largest = describe(requests, "").largest_sessions[: len(LARGEST)]
     for row, name in zip(largest, LARGEST, strict=True):
         tokens = row.input_tokens + row.output_tokens
         yield f"session {name}: turns", row.turns, 0
