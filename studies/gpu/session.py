@@ -7,13 +7,16 @@
 Plain vLLM and the walk take turns on one machine (plain, walk, walk, plain), each with
 14 holds at an empty and at a nearly full cache; beside every second hold prompts are
 computed. Then come one server each of no-op, fixed Mooncake, NIXL and offloading
-without hits, and prompts of growing length on plain vLLM. The table is written after
-each server. A second call with the same --out keeps the finished servers. --pack FOLDER
-puts table, result and all records there, as three files.
+without hits, and prompts of growing length on plain vLLM. After each server the table
+is written, and --pack FOLDER has table, result and all records, as three files. A
+second call with the same --out keeps the finished servers; on another machine --from
+FILE brings the records of the first call.
 
 Registered first: with asynchronous scheduling the walk adds 0.3 ms to clients' TPOT. An
-interval above 0 confirms that it adds, one below 0.15 ms refutes the 0.3; any other
-leaves the question open. Intervals hold the next server: they are of server means.
+interval above 0 confirms that it adds, one below 0.15 ms refutes it. Every other config
+adds less than 0.15 ms: an interval below confirms that, one above refutes it. Any other
+interval leaves the question open. Intervals hold the next server: they are of server
+means, and a config with one server has the spread of those with two.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import argparse
 import itertools
 import json
 import sys
+import sysconfig
 import tarfile
 import time
 from collections import defaultdict
@@ -49,11 +53,17 @@ from microbench.trial import TrialSpec, run_trial
 
 PLAIN, WALK = "plain", "mooncake_both_hash_sync"
 PAGE, RESULT = "session.md", "session.json"
-ABBA = ((PLAIN, 0), (WALK, 0), (WALK, 1), (PLAIN, 1))
+# Servers count from 1: whatever is special in a sweep's first server is left out.
+ABBA = ((PLAIN, 1), (WALK, 1), (WALK, 2), (PLAIN, 2))
 OFFLOADING = "observatory/offloading"
 THEN = ("noop", "mooncake_both_fixed", "nixl_both", OFFLOADING)
 # The most valuable first; the last is the ladder of prompts.
-ORDER = (*ABBA, *((name, 0) for name in THEN), (PLAIN, 2))
+LADDER = 3
+ORDER = (*ABBA, *((name, 1) for name in THEN), (PLAIN, LADDER))
+# What the walk adds if the registered claim holds, less half; ms of TPOT.
+LEAST_ADDED_MS = 0.15
+# Written by studies.gpu.pack: the commit, where there is no history.
+PACKED = "packed.json"
 TPOT_FIELDS = ("first_token_ns", "end_ns", "output_tokens")
 LEVELS, PASSES = [0.0, 0.92], 7
 PREFILL_TOKENS = (512, 1_024, 2_048, 4_096, 8_000)
@@ -71,7 +81,7 @@ class Session(Profile, forbid_unknown_fields=True, frozen=True, kw_only=True):
         whole = super().plan(model, vocab_size, repeat, grows)
         kinds = Phase.FILL, Phase.HOLD
         held = [phase for phase in whole.phases if Phase.of(phase.name) in kinds]
-        phases = _prefill_ladder() if repeat > 1 else [_beside(p) for p in held]
+        phases = _prefill_ladder() if repeat == LADDER else [_beside(p) for p in held]
         return msgspec.structs.replace(whole, phases=phases)
 
 
@@ -110,6 +120,18 @@ class Row(msgspec.Struct):
     tpot_ms: float
     tpot_added_ms: Estimate | None
 
+    @property
+    def outcome(self) -> str:
+        """Return what the interval does to the registered claim."""
+        if self.tpot_added_ms is None or self.tpot_added_ms.ci95 is None:
+            return ""
+        low, high = self.tpot_added_ms.ci95
+        least_ms = 0.0 if self.config == WALK else LEAST_ADDED_MS
+        adds, adds_not = low > least_ms, high < LEAST_ADDED_MS
+        if self.config != WALK:
+            adds, adds_not = adds_not, adds
+        return "confirmed" if adds else "refuted" if adds_not else "open"
+
 
 def rows(folder: Path, profile: Profile) -> list[Row]:
     """Compute a row of each config with a finished server."""
@@ -119,7 +141,7 @@ def rows(folder: Path, profile: Profile) -> list[Row]:
     measured = {
         config: [server for server in servers if _ended_well(server)]
         for config in dict.fromkeys([PLAIN, WALK, *THEN])
-        if (servers := sorted(folder.glob(f"{config}/r[01]")))
+        if (servers := sorted(folder.glob(f"{config}/r[12]")))
     }
     measured = {config: servers for config, servers in measured.items() if servers}
     tpots = {
@@ -214,7 +236,7 @@ def _tpot_ms(server: Path, level: int) -> Floats:
 
 def prefill_ms(folder: Path) -> dict[int, list[float]]:
     """Return TTFT by prompt length, ms, if the ladder of prompts was run."""
-    server = folder / PLAIN / "r2"
+    server = folder / PLAIN / f"r{LADDER}"
     ttft_of: dict[int, list[float]] = defaultdict(list)
     if _ended_well(server):
         for request in _records(server, "requests.jsonl"):
@@ -229,7 +251,7 @@ def page(
 ) -> str:
     """Render what there is so far."""
     head = ["config", "servers", "holds", "median gap, ms", "p99 of gaps, ms"]
-    head += ["mean TPOT, ms", "more than plain"]
+    head += ["mean TPOT, ms", "more than plain", "registered claim"]
     body = [
         [
             f"`{row.config}`",
@@ -239,6 +261,7 @@ def page(
             f"{row.itl_p99_ms:.3f}",
             f"{row.tpot_ms:.2f}",
             f"{row.tpot_added_ms:+.2f}" if row.tpot_added_ms else "",
+            row.outcome,
         ]
         for row in table_rows
     ]
@@ -252,11 +275,15 @@ def page(
 
 
 def run_servers(
-    first: Mapping[str, TrialSpec], out: Path, deadline_s: float, profile: Profile
+    first: Mapping[str, TrialSpec],
+    out: Path,
+    deadline_s: float,
+    profile: Profile,
+    packed: Path | None,
 ) -> int:
     """Run the servers that are missing until the time is over; return the exit code.
 
-    Writes table and result after each server.
+    Writes table and result after each server, and all that there is into `packed`.
     """
     errors: list[str] = []
     longest_s = 0.0
@@ -265,29 +292,55 @@ def run_servers(
         (planned,) = round_of(first, repeat, [config])
         if _ended_well(out / planned.folder):
             continue
-        if began_s + longest_s > deadline_s:
+        # A call runs one server at least.
+        if longest_s and began_s + longest_s > deadline_s:
             errors.append(f"No time was left for `{config}`, server {repeat}.")
             continue
         record = run_trial(out / planned.folder, planned)
         if record.error:
             errors.append(f"`{config}` failed: {record.error.splitlines()[0]}")
         longest_s = max(longest_s, time.monotonic() - began_s)
-        write_result(out, profile, planned.patches, errors)
+        write_result(out, profile, planned.patches, errors, packed)
         print(f"{config}, server {repeat}: {record.status}", flush=True)
-    write_result(out, profile, {}, errors)
+    write_result(out, profile, {}, errors, packed)
     print((out / PAGE).read_text())
     return 3 if errors else 0
 
 
 def write_result(
-    out: Path, profile: Profile, patches: dict[str, str], errors: list[str]
+    out: Path,
+    profile: Profile,
+    patches: dict[str, str],
+    errors: list[str],
+    packed: Path | None,
 ) -> None:
-    """Write PAGE and RESULT, of the servers that have finished."""
+    """Write PAGE and RESULT, of the servers that have finished; pack them, too."""
     table_rows, prefills = rows(out, profile), prefill_ms(out)
     write_whole(out / PAGE, page(table_rows, prefills, errors).encode())
     facts = provenance.collect(patches, "python -m studies.gpu.session")
+    if not facts["git_commit"] and (carried := _site() / PACKED).exists():
+        facts |= json.loads(carried.read_text())
     document = {"rows": table_rows, "prefill_ms": prefills, "errors": errors}
     write_document(out / RESULT, {"provenance": facts} | document)
+    if packed is not None:
+        pack(out, packed)
+
+
+def _site() -> Path:
+    return Path(sysconfig.get_path("purelib"))
+
+
+def restore(file: Path, out: Path) -> None:
+    """Unpack the servers of an earlier call that `out` lacks."""
+    with tarfile.open(file) as packed:
+        there = {server for server in ORDER if (out / _folder(*server)).is_dir()}
+        kept = {f"{_folder(*server)}/" for server in ORDER if server not in there}
+        members = [m for m in packed if m.name.startswith(tuple(kept))]
+        packed.extractall(out, members, filter="data")
+
+
+def _folder(config: str, repeat: int) -> Path:
+    return Path(config, f"r{repeat}")
 
 
 def pack(out: Path, folder: Path) -> None:
@@ -297,9 +350,9 @@ def pack(out: Path, folder: Path) -> None:
         write_whole(folder / name, (out / name).read_bytes())
     with tarfile.open(folder / "records.tar.xz", "w:xz") as packed:
         for config, repeat in ORDER:
-            server = out / config / f"r{repeat}"
-            if server.is_dir():
-                packed.add(server, server.relative_to(out.parent))
+            server = _folder(config, repeat)
+            if _ended_well(out / server):
+                packed.add(out / server, server)
 
 
 def session(name: str, dry_run: bool) -> Session:
@@ -334,20 +387,21 @@ def main() -> int:
     parser.add_argument("--profile", default="gpu-sources", help="default gpu-sources")
     parser.add_argument("--minutes", type=float, default=9.0, help="default 9")
     parser.add_argument("--pack", type=Path, metavar="FOLDER", help="see above")
+    parser.add_argument("--from", dest="earlier", type=Path, metavar="FILE")
     parser.add_argument("--dry-run", action="store_true", help="without a GPU, smaller")
     arguments = parser.parse_args()
     profile = session(arguments.profile, arguments.dry_run)
     deadline_s = time.monotonic() + 60 * arguments.minutes
     out = arguments.out.resolve()
+    if arguments.earlier:
+        restore(arguments.earlier, out)
     try:
         preflight.check_machine(profile)
         with first_trials(out, profile, installation()) as first:
-            status = run_servers(first, out, deadline_s, profile)
+            status = run_servers(first, out, deadline_s, profile, arguments.pack)
     except preflight.PreflightError as error:
         print(f"gpu session: {error}", file=sys.stderr)
         return 3
-    if arguments.pack:
-        pack(out, arguments.pack)
     return status
 
 

@@ -9,14 +9,12 @@ import subprocess
 import sys
 
 import jsonschema
-import numpy as np
 import pytest
 
 from kvtax.paths import REPOSITORY
 from kvtax.records.files import read_document
 from kvtax.records.observatory_cell import CellRecord, keep_cell
 from studies.__main__ import pages
-from studies.gpu.session import added
 from studies.harness import STUDIES
 from studies.host_table import __main__ as host_table
 
@@ -137,36 +135,3 @@ def test_the_table_of_the_committed_cells_follows_its_own_schema(tmp_path):
     del document["cells"][0]["points"][0]["host_us"]["value"]
     with pytest.raises(jsonschema.ValidationError, match="value"):
         jsonschema.validate(document, document["json_schema"])
-
-
-@pytest.mark.long
-def test_a_session_on_a_gpu_is_rehearsed_without_one_and_goes_on_where_it_was(tmp_path):
-    out, results = tmp_path / "dry", tmp_path / "results"
-    options = ["--out", str(out), "--dry-run", "--pack", str(results)]
-    stopped = run("studies.gpu.session", *options, "--minutes", "0.1")
-    assert stopped.returncode == 3, stopped.stderr
-    assert "No time was left for `nixl_both`" in stopped.stdout
-    finished = {file: file.stat().st_mtime_ns for file in out.rglob("trial.json")}
-    assert finished
-    done = run("studies.gpu.session", *options)
-    assert done.returncode == 0, done.stderr
-    assert {file: file.stat().st_mtime_ns for file in finished} == finished
-    text = (results / "session.md").read_text()
-    for name in ("plain", "mooncake_both_hash_sync", "nixl_both"):
-        assert f"| `{name}` |" in text
-    assert "| 8,000 |" in text
-    names = {"session.md", "session.json", "records.tar.xz"}
-    assert {file.name for file in results.iterdir()} == names
-
-
-def test_an_interval_of_servers_holds_the_next_servers_difference():
-    means = {"plain": np.array([10.0, 10.2]), "walk": np.array([10.4, 10.6])}
-    both = added("walk", means)
-    assert both.value == pytest.approx(0.4)
-    # t of 2 degrees of freedom, 4.303, times the error of a difference of two means.
-    assert both.ci95[1] - both.value == pytest.approx(4.303 * 0.1414, rel=0.01)
-    alone = added("noop", means | {"noop": np.array([9.0])})
-    assert alone.ci95[0] < -1.1 < alone.value < alone.ci95[1] < 0.5
-    assert added("walk", {"walk": means["walk"]}) is None
-    single = {name: values[:1] for name, values in means.items()}
-    assert added("walk", single).ci95 is None
