@@ -325,7 +325,7 @@ def test_a_device_is_written_to_and_a_link_stays(tmp_path: Path) -> None:
 
 def test_a_file_that_unpacks_to_gigabytes_is_refused_early(tmp_path: Path) -> None:
     path = tmp_path / "run.json.gz"
-    path.write_bytes(gzip.compress(bytes(200 << 20)))
+    path.write_bytes(gzip.compress(bytes(66 << 20)))
     with pytest.raises(RecordsError, match="over 200 times its size"):
         read_document(tmp_path / "run.json", RunRecord)
 
