@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from kvtax.cli import subcommands
+from kvtax.cli import main, subcommands
 from kvtax.engine.connector import load_connector
 from kvtax.paths import REPOSITORY
 from tools import figures
@@ -91,6 +94,30 @@ def missing_commands(page: Path) -> list[str]:
     return missing
 
 
+COMMAND = re.compile(
+    r"kvtax ((?:fleet|trace) (?:launch|replay|analyze|decide|roofline|stats|sample)"
+    r"|look|run|patch|gate|compare|sweep|axes|demo|proxy)\b([^`\n|#]*)"
+)
+
+
+@functools.cache
+def options_of(command: str) -> set[str]:
+    """Read a command's options off its help."""
+    with contextlib.redirect_stdout(io.StringIO()) as shown, pytest.raises(SystemExit):
+        main([*command.split(), "--help"])
+    return set(re.findall(r"--[a-z][a-z0-9-]*", shown.getvalue()))
+
+
+def missing_options(text: str) -> list[str]:
+    """List options of commands of ours, up to ` -- `, that these do not have."""
+    return [
+        f"kvtax {command} {option}"
+        for command, rest in COMMAND.findall(text.replace("\\\n", " "))
+        for option in re.findall(r"(?<!\S)--[a-z][\w-]*", rest.partition(" -- ")[0])
+        if option not in options_of(command)
+    ]
+
+
 @pytest.fixture(params=documents(), ids=lambda page: str(page.relative_to(REPOSITORY)))
 def page(request) -> Path:
     return request.param
@@ -107,6 +134,17 @@ def test_every_file_that_is_named_exists(page):
 
 def test_every_command_that_is_named_exists(page):
     assert missing_commands(page) == []
+
+
+def test_every_option_that_is_named_exists(page):
+    # The changes name what went.
+    if page.name != "CHANGELOG.md":
+        assert missing_options(page.read_text()) == []
+
+
+def test_an_option_that_does_not_exist_is_noticed():
+    text = "kvtax look x --out y \\\n  --none z; `kvtax run --fix a -- vllm --port 1`"
+    assert missing_options(text) == ["kvtax look --none"]
 
 
 def test_each_answer_names_its_command_or_the_commit_that_measured_it():
