@@ -196,22 +196,6 @@ def test_cache_aware_leaves_the_cache_where_load_is_uneven_by_both_limits():
     assert chosen(busy=195, idle=130) == "busy"
 
 
-def test_weighted_adds_up_what_is_cached_the_queue_and_free_kv():
-    a = candidate("a", requests=4, cached_tokens=500, ongoing_tokens=30, kv_tokens=100)
-    b = candidate("b", requests=1)
-    c = candidate("c", requests=2, cached_tokens=9999)
-    decision = decide("weighted", [a, b, c])
-    assert decision.scores == pytest.approx(
-        {
-            "a": -(3 * 0.5 + 2 * 0 + 2 * 0.7),
-            "b": -(3 * 0 + 2 * 1 + 2 * 1),
-            "c": -(3 * 1 + 2 * 2 / 3 + 2 * 1),
-        }
-    )
-    assert decision.instance == "c"
-    assert decide("weighted", [a, b, c], prefix=0).instance == "b"
-
-
 def test_llm_d_goes_by_the_queue_and_the_kv_of_the_metrics():
     a = candidate("a", requests=9, waiting=0, kv_used=0.5, kv_tokens=100)
     b = candidate("b", requests=1, waiting=3, kv_used=0.25)

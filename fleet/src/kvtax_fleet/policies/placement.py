@@ -295,35 +295,11 @@ def decide_llm_d(
     """
     candidates = serving(snapshot)
     queues = [candidate.waiting or 0 for candidate in candidates]
-    scores = _scorer_sums(request, candidates, queues, parameters)
-    return drawn(candidates, scores, snapshot, "highest weighted score")
-
-
-def decide_weighted(
-    request: RequestInfo, snapshot: Snapshot, parameters: ScorerParameters
-) -> Decision:
-    """Choose as `llm_d`, by the proxy's own counts instead of the instances' metrics.
-
-    The queue is the requests in flight, and KV in use their tokens; all of it is free
-    where an instance's size is unknown.
-    """
-    candidates = serving(snapshot)
-    queues = [candidate.requests for candidate in candidates]
-    scores = _scorer_sums(request, candidates, queues, parameters)
-    return least(candidates, scores, snapshot, "highest weighted score")
-
-
-def _scorer_sums(
-    request: RequestInfo,
-    candidates: list[Candidate],
-    queues: list[int],
-    parameters: ScorerParameters,
-) -> list[float]:
-    """Return the weighted sums with the sign turned: lower is better in a decision."""
     longest = max(queues)
     spread = max(1, longest - min(queues))
     blocks = max(1, request.prompt_tokens // BLOCK_TOKENS)
-    return [
+    # With the sign turned: lower is better in a decision.
+    scores = [
         -(
             parameters.queue * (longest - queue) / spread
             + parameters.kv * _free_kv(candidate)
@@ -332,6 +308,7 @@ def _scorer_sums(
         )
         for candidate, queue in zip(candidates, queues, strict=True)
     ]
+    return drawn(candidates, scores, snapshot, "highest weighted score")
 
 
 def _free_kv(candidate: Candidate) -> float:
@@ -351,6 +328,5 @@ POLICIES = {
     "dynamo": Policy(decide_dynamo, DynamoParameters),
     "cache_aware": Policy(decide_cache_aware, CacheAwareParameters),
     "unified": Policy(decide_unified, UnifiedParameters),
-    "weighted": Policy(decide_weighted, ScorerParameters),
     "llm_d": Policy(decide_llm_d, ScorerParameters, reads_gauges=True),
 }
