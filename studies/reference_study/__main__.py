@@ -26,6 +26,7 @@ import polars as pl
 from kvtax_fleet.analyze.arm_runs import read_run
 from kvtax_fleet.analyze.frames import requests_frame
 
+from kvtax.engine import provenance
 from kvtax.paths import REPOSITORY
 from kvtax.records import RecordsError
 from kvtax.records.estimate import Estimate
@@ -109,6 +110,7 @@ INPUTS = (
     "studies/reference_study/causes.toml",
 )
 HERE = Path(__file__).parent
+COMMAND = "python -m studies.reference_study --sample RUN --thousand RUN"
 # Metrics of a sweep's holds that the attribution shows.
 PARTS = {
     "timed": "calls of the connector",
@@ -191,7 +193,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise RecordsError("give both of --sample and --thousand, or neither")
     if arguments.sample is not None:
         simulated = simulated_rows(arguments.sample, arguments.thousand)
-        content = gzip.compress(msgspec.json.encode({"rows": simulated}), mtime=0)
+        result = {"provenance": provenance.collect({}, COMMAND), "rows": simulated}
+        content = gzip.compress(msgspec.json.encode(result), mtime=0)
         write_whole(HERE / "result.json.gz", content)
     for name, text in tables().items():
         write_whole(HERE / name, text.encode())
