@@ -98,7 +98,7 @@ class ArmAnalysis(msgspec.Struct, kw_only=True):
     router: str = OUR_PROXY
     """What routed the requests."""
     policy: str | None
-    """Policy of our proxy; null for another router."""
+    """Policy of the proxy."""
     connector: str | None
     """Connector config; null without one."""
     concurrency: int | None
@@ -112,8 +112,7 @@ class ArmAnalysis(msgspec.Struct, kw_only=True):
     interference: load.Interference | None
     """TPOT over the prefill under way; null with too few requests."""
     cache_state: str | None
-    """`mirror`, `exact` or `llm-d`: how the proxy knows what is cached; null for
-    another router."""
+    """`mirror` or `exact`: how the proxy knows what is cached."""
     belief: cache.Belief | None
     """Error of that knowledge; null if it was not checked."""
     offloads: Offloads | None

@@ -91,21 +91,18 @@ class PlannedArm(msgspec.Struct, kw_only=True):
     repeat: int
     """Counts from 0."""
     router: str = OUR_PROXY
-    """What stood between the replayer and the instances: `fleet.proxy`, or
-    another router and its version, which records no decisions.
-    """
+    """What stood between the replayer and the instances: `fleet.proxy`."""
     policy: str | None = None
     """The router's, as in the experiment's file."""
     parameters: dict[str, Any] = {}
     """Of the policy, as in the experiment's file."""
     connector: str | None = None
-    """Connector config of the instances; null if they were not started here."""
+    """Connector config of the instances."""
     report: Role | None = None
     """The `[report]` table of the connector's config; null for instances that were not
     started here."""
     cache_state: str | None = None
-    """`mirror`, `exact` or `llm-d`: how the proxy knows what is cached; null for
-    another router."""
+    """`mirror` or `exact`: how the proxy knows what is cached."""
     concurrency: int | None = None
     """Requests in flight per instance; with `open_loop` at most."""
     baseline: str | None = None
