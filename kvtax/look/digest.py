@@ -155,7 +155,7 @@ class StepDigest:
         starts = np.arange(0, steps.height, size)
         slowest = starts + _rows_of(us["step_us"], size).argmax(axis=1)
         ends = np.append(starts[1:], steps.height)
-        columns = {
+        columns: dict[str, NDArray[Any]] = {
             "t_ns": steps["t_ns"].to_numpy()[starts],
             "end_ns": np.maximum.reduceat(steps["end_ns"].to_numpy(), starts),
             "steps": ends - starts,
