@@ -59,7 +59,7 @@ NAMES = {
     LONG_PROMPT: "a long prompt",
     MEMORY: "memory",
     RARE: "steps 1 ms longer than usual",
-    LONG_CALLS: "calls of 10 ms and more",
+    LONG_CALLS: "calls over 10 ms",
 }
 # Shown beside the table, where they stand out.
 BESIDE = (AFTER_IDLE, HIT, LONG_PROMPT, THREADS, PROCESSES, STEP)
