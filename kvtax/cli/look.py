@@ -69,6 +69,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="serve new records to Prometheus",
     )
     instead.add_argument(
+        "--bundle",
+        type=Path,
+        metavar="FILE",
+        help="write the records to attach to an issue: without prompts, request ids, "
+        "paths or names of hosts",
+    )
+    instead.add_argument(
         "--fields",
         nargs="?",
         const="",
@@ -124,11 +131,14 @@ def run(arguments: argparse.Namespace) -> int:
         actions.serve(folder, *arguments.prometheus)
         return Exit.GOOD
     out = arguments.out or folder / PAGE
-    for option in ("out", "perfetto"):
+    for option in ("out", "perfetto", "bundle"):
         if file := getattr(arguments, option):
             actions.check_writable(file, f"--{option}")
-    window = Window(arguments.from_s, arguments.to_s)
-    warnings = actions.show(folder, out, arguments.perfetto, window)
-    print(f"wrote {visible(str(out))}: all tables, and each moment")
+    if arguments.bundle:
+        warnings = actions.bundle(folder, arguments.bundle)
+    else:
+        window = Window(arguments.from_s, arguments.to_s)
+        warnings = actions.show(folder, out, arguments.perfetto, window)
+        print(f"wrote {visible(str(out))}: all tables, and each moment")
     is_bad = any(warning.kind in actions.BAD_INPUT for warning in warnings)
     return Exit.BAD_INPUT if is_bad else Exit.GOOD

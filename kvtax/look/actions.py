@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Actions of `kvtax look`: show records, watch servers."""
+"""Actions of `kvtax look`: show records, watch servers, make a bundle for an issue."""
 
 from __future__ import annotations
 
@@ -131,3 +131,13 @@ def serve(folder: Path, host: str, port: int) -> None:
     from kvtax.look.prometheus import serve_for_ever
 
     serve_for_ever(Watched(folder), host, port)
+
+
+def bundle(folder: Path, out: Path) -> list[RunWarning]:
+    """Write the records to attach to an issue; return what could not be read."""
+    from kvtax.look.bundle import write_bundle
+
+    servers, warnings = discover(folder)
+    count = write_bundle(servers, out)
+    print(f"wrote {out}: {count:,} lines of {len(servers):,} servers")
+    return warnings
