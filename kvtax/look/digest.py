@@ -261,7 +261,7 @@ def _rows_of(us: Times, size: int) -> Times:
 
 def _sums(values: Any, starts: Ints) -> Floats:
     """Sum up stretches that begin at `starts`."""
-    return np.add.reduceat(values, starts, dtype=float)
+    return np.asarray(np.add.reduceat(values, starts, dtype=float), float)
 
 
 def _means(values: pl.Series, starts: Ints) -> Floats:
