@@ -261,14 +261,15 @@ def _rows_of(us: Times, size: int) -> Times:
 
 def _sums(values: Any, starts: Ints) -> Floats:
     """Sum up stretches that begin at `starts`."""
-    return np.asarray(np.add.reduceat(values, starts, dtype=float), float)
+    return np.add.reduceat(values, starts, dtype=float)
 
 
 def _means(values: pl.Series, starts: Ints) -> Floats:
     """Compute the means of stretches, NaN where nothing is known."""
     sums = _sums(values.fill_null(0).to_numpy(), starts)
     known = _sums(values.is_not_null().to_numpy(), starts)
-    return np.divide(sums, known, out=np.full(len(sums), np.nan), where=known > 0)
+    unknown = np.full(len(sums), np.nan)
+    return np.asarray(np.divide(sums, known, out=unknown, where=known > 0), float)
 
 
 def _times(steps: pl.DataFrame) -> list[str]:
