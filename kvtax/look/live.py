@@ -99,10 +99,10 @@ def _seek_last_line(file: BinaryIO) -> None:
 
 @dataclass
 class Gauges:
-    """The last state of one life of an engine."""
+    """The last state of one life of an engine; None where it is not recorded."""
 
-    running: int = 0
-    waiting: int = 0
+    running: int | None = None
+    waiting: int | None = None
     cache_blocks: int | None = None
 
 
@@ -151,7 +151,7 @@ class LiveTotals:
         for bound in BUCKETS_US:
             self.slower_than[bound] += (step.step_us or 0) > bound
         gauges = self.gauges.setdefault(life, Gauges())
-        gauges.running, gauges.waiting = step.running or 0, step.waiting or 0
+        gauges.running, gauges.waiting = step.running, step.waiting
         if step.cache_size is not None:
             gauges.cache_blocks = step.cache_size
 

@@ -151,6 +151,16 @@ def test_a_restarted_engine_keeps_its_series_and_a_dead_one_has_no_gauge(tmp_pat
     assert 'kvtax:step_seconds_count{instance_name="vm-dp0"} 600.0' in text
 
 
+def test_a_gauge_that_was_not_recorded_has_no_sample(tmp_path):
+    server = served(tmp_path / "records", steps=3)
+    for step in server.steps:
+        del step["running"], step["cache_size"]
+    text = generate_latest(registry_of(Watched(server.write()))).decode()
+    assert "kvtax:num_requests_running{" not in text
+    assert "kvtax:cached_blocks{" not in text
+    assert "kvtax:num_requests_waiting{" in text
+
+
 def registry_of(watched: Watched) -> CollectorRegistry:
     registry = CollectorRegistry()
     registry.register(Collector(watched))
