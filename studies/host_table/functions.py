@@ -159,7 +159,7 @@ def run(arguments: argparse.Namespace) -> int:
         rows = [
             Row(name, int(length), _estimate(us))
             for name, of in times.items()
-            for length, us in of.items()
+            for length, us in sorted(of.items(), key=lambda row: int(row[0]))
         ]
         parts = [rows_table(rows, COLUMNS)]
         result = {"vllm": choice.names()[0], "rows": rows}
