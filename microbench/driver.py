@@ -282,12 +282,13 @@ class Run:
         async with open_session() as session:
             client = PlanClient(session, self.url, self.plan)
             for stretch in _stretches(timetables(self.plan)):
-                begun_ns, reset_ns = perf_counter_ns(), None
+                reset: tuple[int, ...] = ()
                 if stretch[0].phase.reset_prefix_cache:
+                    probe_ns = perf_counter_ns()
                     reset_ns = await reset_prefix_cache(session, self.url, self.plan)
+                    reset = reset_ns, probe_ns
                 await asyncio.sleep(stretch[0].phase.pause_s)
-                reset = reset_ns and (reset_ns, begun_ns)
-                await self._send_stretch(client, stretch, reset or (), ids)
+                await self._send_stretch(client, stretch, reset, ids)
                 if _holds(stretch[-1]):
                     self.ledger.append(self.read_server())
 
@@ -298,7 +299,10 @@ class Run:
         reset: tuple[int, ...],
         ids: Iterator[int],
     ) -> None:
-        """Send phases back to back; return when nothing is in flight any more."""
+        """Send phases back to back; return when nothing is in flight any more.
+
+        `reset` are the times of the reset before them and of its first probe, if any.
+        """
         start_ns = perf_counter_ns() + LEAD_NS
         with Alarm() as alarm:
             async with asyncio.TaskGroup() as group:

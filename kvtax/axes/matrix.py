@@ -85,7 +85,6 @@ def read_matrix() -> Matrix:
 
 RESULTS = REPOSITORY / "studies" / "observatory"
 PENDING = RESULTS / "pending.json.gz"
-RELEASES = RESULTS / "releases.json"
 COMMAND = "kvtax"
 
 
@@ -215,25 +214,6 @@ def read_sources() -> SourcesResult | None:
     if not file.exists():
         return None
     return msgspec.json.decode(gzip.decompress(file.read_bytes()), type=SourcesResult)
-
-
-class ReleaseRow(msgspec.Struct, frozen=True):
-    """Whole steps of a connector over a no-op's, at the ends of the running axis."""
-
-    release: str
-    connector: str
-    first: Estimate
-    last: Estimate
-    provenance: dict[str, Any]
-
-
-def read_releases(file: Path = RELEASES) -> list[ReleaseRow]:
-    """Read what studies.observatory.releases measured; empty if it was not yet."""
-    if not file.exists():
-        return []
-    return msgspec.json.decode(file.read_bytes(), type=dict[str, list[ReleaseRow]])[
-        "rows"
-    ]
 
 
 def _measure_here(

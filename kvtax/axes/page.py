@@ -14,7 +14,6 @@ from kvtax.axes.matrix import (
     Growing,
     Matrix,
     read_pending,
-    read_releases,
     read_sources,
 )
 from kvtax.engine.releases import tested_releases
@@ -67,11 +66,6 @@ RELEASES = (
     "along which it grows, and the host. Compare cells by the ratio; µs of different "
     "days or hosts must not be compared."
 )
-IN_TURN = (
-    "On each release an engine without a connector and one with MooncakeConnector took "
-    "turns with a no-op's, all in one evening (`python -m "
-    "studies.observatory.releases`): whole steps over the no-op's, with 95 % intervals."
-)
 # Columns of CSV.
 CSV_HEAD = "release,connector,step_ratio,low,high,idle_us,grows_with,undecided,host"
 
@@ -100,7 +94,6 @@ def summary_page(matrix: Matrix, cells: Cells) -> Page:
         _growing(matrix, cells),
         _newest(matrix, cells),
         Words(title="Other releases", paragraphs=[RELEASES, *_sources()]),
-        _in_turn(),
         _reasons(matrix, cells),
     ]
     return Page(
@@ -272,16 +265,6 @@ def _sources() -> list[str]:
     worst = max(abs(row.sources_by_build.value - 1) for row in result.rows)
     same = max(abs(row.build_by_build.value - 1) for row in result.rows)
     return [SOURCES.format(release=result.release, worst=worst, same=same)]
-
-
-def _in_turn() -> Table | None:
-    """Tabulate whole steps over a no-op's by release, if that was measured."""
-    rows: list[list[Cell]] = [
-        [row.release, _short(row.connector), f"{row.first:.2f}", f"{row.last:.2f}"]
-        for row in read_releases()
-    ]
-    head = ["release", "connector", f"{TIMES} with 1 running", f"{TIMES} with 256"]
-    return _table("Releases in turn", IN_TURN, head, rows)
 
 
 def _reasons(matrix: Matrix, cells: Cells) -> Table | None:

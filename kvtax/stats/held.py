@@ -15,8 +15,8 @@ be certain with it, too.
 Noise is a share of the level. Intervals are Student's t from what is left over
 (analysis of covariance). They are of the servers that were measured; with `between`,
 the share by which a level differs between servers, they hold the next server's, too.
-What one server leaves over are few values; with `noise`, that of other configs on the
-same machine, the variance of a hold is known better (kvtax/stats/noise.py).
+One server leaves few values over. With the `noise` of the other configs, which ran on
+the same machine, the variance of a hold is known better (kvtax/stats/noise.py).
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class Others:
-    """Spread of a quantity that the configs of a run tell together.
+    """Spread of a quantity, estimated from all configs of a run.
 
     `between` is the share by which a level differs between servers, `noise` that by
     which holds of a level differ.
@@ -174,7 +174,7 @@ class Others:
         """Estimate both from the holds of all configs; `days` adds to `between`."""
         holds = list(configs)
         between = float(np.hypot(share_between_servers(holds), days))
-        return cls(between, shared_noise(_left_alone(own) for own in holds))
+        return cls(between, shared_noise(_left_of(own) for own in holds))
 
 
 ALONE = Others()
@@ -341,7 +341,7 @@ def share_between_servers(configs: Iterable[Holds]) -> float:
     return float(np.sqrt(max(beyond, 0.0) * degrees / holds_of_a_level))
 
 
-def _left_alone(holds: Holds) -> tuple[float, int]:
+def _left_of(holds: Holds) -> tuple[float, int]:
     """Return the squares that the fit of a config leaves, and their number."""
     design = _Design.of(holds)
     size = _sizes(holds.values, design.matrix, design.level)

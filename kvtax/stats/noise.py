@@ -20,8 +20,8 @@ from kvtax.stats.distribution import Floats
 
 # Variances of fewer configs say nothing of a distribution.
 FEWEST_CONFIGS = 4
-# A variance of nothing is of values that do not vary, such as no calls at all.
-LEAST_VARIANCE = 1e-10
+# Values with less variance do not vary, such as those of no calls at all.
+NO_VARIANCE = 1e-10
 # Halves of degrees of freedom that are tried; the last stands for any number.
 HALVES: Floats = np.asarray(np.geomspace(0.1, 500.0, 400), np.float64)
 # The distribution weighs at most this share of the values that it is known from.
@@ -52,7 +52,7 @@ def shared_noise(left_over: Iterable[tuple[float, int]]) -> Noise | None:
     `left_over` has each config's sum of squares, and the number of values it is of.
     """
     left = [(squares, df) for squares, df in left_over if df > 0]
-    known = np.array([own for own in left if own[0] > own[1] * LEAST_VARIANCE])
+    known = np.array([own for own in left if own[0] > own[1] * NO_VARIANCE])
     if len(known) < FEWEST_CONFIGS:
         return None
     halves = known[:, 1] / 2

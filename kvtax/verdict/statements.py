@@ -174,7 +174,7 @@ class Statements:
 
 
 def fits_of(holds: Mapping[str, pl.DataFrame]) -> dict[str, dict[str, Fit]]:
-    """Fit every column of every config, with the spread that all configs tell."""
+    """Fit every column of every config, with the spread that configs share."""
     fits: dict[str, dict[str, Fit]] = {name: {} for name in holds}
     columns = dict.fromkeys(
         column for table in holds.values() for column in table.columns

@@ -40,13 +40,3 @@ def test_a_bundle_has_the_same_costs_and_names_nobody(tmp_path, capsys):
     assert after.methods == before.methods
     assert instance.vllm_version == "0.18.1"
     assert instance.requests.height == len(server.requests)
-
-
-def test_a_folder_of_links_is_followed_and_a_circle_ends(tmp_path, capsys):
-    served(tmp_path / "real").write()
-    links = tmp_path / "links"
-    links.mkdir()
-    (links / "server").symlink_to(tmp_path / "real")
-    (links / "circle").symlink_to(links)
-    assert main([str(links)]) == 0
-    assert "server: vLLM 0.18.1, 400 steps" in capsys.readouterr().out
