@@ -28,7 +28,10 @@ def run_step(
 
     What an expression says is filled in from `inputs` and the action's defaults.
     """
-    given = {key: one.get("default", "") for key, one in ACTION["inputs"].items()}
+    given = {
+        key: given_input.get("default", "")
+        for key, given_input in ACTION["inputs"].items()
+    }
     given |= {key.replace("_", "-"): value for key, value in inputs.items()}
     contexts = {f"inputs.{key}": value for key, value in given.items()}
     contexts |= {"github.action_path": str(REPOSITORY), "runner.temp": str(folder)}
@@ -40,7 +43,7 @@ def run_step(
     script = folder / "step.sh"
     script.write_text(SCRIPTS[name]["run"])
     env = {
-        key: re.sub(r"\$\{\{ (.+?) \}\}", lambda found: contexts[found[1]], str(value))
+        key: re.sub(r"\$\{\{ (.+?) \}\}", lambda match: contexts[match[1]], str(value))
         for key, value in SCRIPTS[name]["env"].items()
     }
     env |= {
@@ -67,8 +70,10 @@ def test_each_script_is_bash_and_has_its_inputs_from_the_environment(step):
 def test_the_inputs_that_are_used_are_those_that_are_declared_and_described():
     text = (REPOSITORY / "action.yml").read_text()
     assert set(re.findall(r"inputs\.([\w-]+)", text)) == set(ACTION["inputs"])
-    assert all(one["description"] for one in ACTION["inputs"].values())
-    required = [key for key, one in ACTION["inputs"].items() if one.get("required")]
+    assert all(declared["description"] for declared in ACTION["inputs"].values())
+    required = [
+        key for key, declared in ACTION["inputs"].items() if declared.get("required")
+    ]
     assert required == ["connector"]
     page = (REPOSITORY / "docs" / "gate.md").read_text()
     assert all(f"{name}: " in page for name in required)

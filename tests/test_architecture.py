@@ -139,11 +139,11 @@ def imports(path: Path, root: Path) -> list[tuple[int, str]]:
     """(line, module) of each import of ours, in functions too."""
     base_folder = base_of(path, root)
     package = path.relative_to(base_folder).parent.parts
-    found = []
+    wrong = []
     for node in statements(parsed(path)):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                found.append((node.lineno, alias.name))
+                wrong.append((node.lineno, alias.name))
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else ()
             base = ".".join([*above, *filter(None, [node.module])])
@@ -156,8 +156,8 @@ def imports(path: Path, root: Path) -> list[tuple[int, str]]:
                     file.with_suffix(".py").exists() or file.is_dir() for file in files
                 )
                 name = f"{base}.{alias.name}" if is_module else base
-                found.append((node.lineno, name))
-    return found
+                wrong.append((node.lineno, name))
+    return wrong
 
 
 def wrong_arrows(root: Path) -> list[str]:
@@ -173,7 +173,7 @@ def wrong_arrows(root: Path) -> list[str]:
         for line, imported in imports(path, root):
             ours = imported.partition(".")[0] in top_rooms
             allowed = {room} | ROOMS[room] | (EVERYWHERE if ROOMS[room] else set())
-            if ours and not any(within(imported, one) for one in allowed):
+            if ours and not any(within(imported, module) for module in allowed):
                 where = path.relative_to(root)
                 wrong.append(f"{where}:{line}: {room} imports {imported}")
     return wrong
@@ -217,8 +217,8 @@ def test_a_wrong_arrow_is_named_with_its_line(file, line, tmp_path):
     (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / file).write_text(f"import os\n{line}\n")
     number = 1 + line.count("\n") + 1
-    (found,) = wrong_arrows(tmp_path)
-    assert found.startswith(f"{file}:{number}: ")
+    (wrong,) = wrong_arrows(tmp_path)
+    assert wrong.startswith(f"{file}:{number}: ")
 
 
 @pytest.mark.slow
@@ -246,7 +246,7 @@ def test_no_code_knows_a_config_by_name():
         for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Constant) and node.value in names:
                 known.append(f"{where}:{node.lineno}: {node.value!r}")
-    assert [one for one in known if not one.startswith(NAMED_FOR_A_REASON)] == []
+    assert [name for name in known if not name.startswith(NAMED_FOR_A_REASON)] == []
 
 
 def imported_at_once(path: Path) -> Iterator[str]:

@@ -163,12 +163,14 @@ def test_the_neighbour_takes_cpu_and_goes_with_a_killed_parent():
 
 def started_by(parent: psutil.Popen) -> list[psutil.Process]:
     """The neighbour and the command."""
-    found: list[psutil.Process] = []
+    children: list[psutil.Process] = []
 
     def both_run() -> bool:
         # A command has its name a moment after its process is there.
-        found[:] = sorted(parent.children(), key=lambda one: one.name() == "sleep")
-        return len(found) == 2 and found[1].name() == "sleep"
+        children[:] = sorted(
+            parent.children(), key=lambda child: child.name() == "sleep"
+        )
+        return len(children) == 2 and children[1].name() == "sleep"
 
     eventually(both_run)
-    return found
+    return children

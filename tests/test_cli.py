@@ -186,7 +186,9 @@ def test_a_sign_that_the_terminal_lacks_is_no_error(sample, tmp_path):
 
 def test_no_subcommand_is_missing_from_the_readme():
     readme = (REPOSITORY / "README.md").read_text()
-    assert [one.name for one in COMMANDS if f"kvtax {one.name}" not in readme] == []
+    assert [
+        listed.name for listed in COMMANDS if f"kvtax {listed.name}" not in readme
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -213,9 +215,9 @@ def test_without_the_fleet_help_says_what_its_commands_need(ended, monkeypatch):
     _, shown, _ = ended("--help")
     for name in ("fleet", "proxy", "trace"):
         assert f"    {name}  " in shown
-        code, _, told = ended(name, "--url", "a=http://h:1")
+        code, _, printed = ended(name, "--url", "a=http://h:1")
         assert code == Exit.BAD_INPUT
-        assert "pip install ./fleet" in told
+        assert "pip install ./fleet" in printed
     assert shown.count("(needs pip install ./fleet in a checkout)") == 3
 
 

@@ -65,9 +65,9 @@ def missing_files(page: Path) -> list[str]:
     text = page.read_text()
     path = rf"(?<![\w./<{{-])(?:{'|'.join(ROOMS)})/[\w./*-]*\w/?(?![\w<{{])"
     quoted = re.findall(r"`([^`\n]+)`|^ {4}(.+)$", text, flags=re.MULTILINE)
-    named = [found for pair in quoted for found in re.findall(path, "".join(pair))]
+    named = [name for pair in quoted for name in re.findall(path, "".join(pair))]
     missing = [
-        one for one in named if one not in VALUES if not any(REPOSITORY.glob(one))
+        name for name in named if name not in VALUES if not any(REPOSITORY.glob(name))
     ]
     if any(page.is_relative_to(REPOSITORY / room) for room in LISTED):
         there = {file.name for file in page.parent.rglob("*.py")}

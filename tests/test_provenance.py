@@ -98,18 +98,18 @@ def commits_of(facts: dict[str, Any]) -> list[str]:
 
 def breaches(name: str, document: dict[str, Any]) -> list[str]:
     """Say what a result lacks."""
-    found = list(provenances(document))
-    if not found:
+    listed = list(provenances(document))
+    if not listed:
         return ["names no commit"]
     lacks = []
-    for facts in found:
+    for facts in listed:
         for commit in commits_of(facts):
             if not in_history(commit):
                 lacks.append(f"{commit[:7]} is no commit of this history")
         dirty = facts.get("git_dirty", facts.get("dirty"))
         if dirty not in CLEAN:
             lacks.append("made from a tree with changes")
-    (first, *_) = found
+    (first, *_) = listed
     command = MADE_BY.get(name) or first.get("command_line") or first.get("command")
     if not command:
         lacks.append("names no command")
@@ -138,7 +138,7 @@ def exists(command: str) -> bool:
         makefile = (REPOSITORY / "Makefile").read_text()
         return re.search(f"^{words[0]}:", makefile, re.MULTILINE) is not None
     if program == "kvtax":
-        return words[0] in {one.name for one in subcommands(["fleet"])}
+        return words[0] in {command.name for command in subcommands(["fleet"])}
     if words[:2] == ["-m", "benchmarks"]:
         return words[2] in {benchmark.name for benchmark in BENCHMARKS}
     if words[:1] == ["-m"]:
@@ -167,7 +167,7 @@ def _git(*arguments: str) -> str:
 
 @pytest.mark.parametrize("name", results())
 def test_a_result_names_its_commit_a_clean_tree_and_a_command_that_exists(name):
-    lacks = {lack for one in documents(name) for lack in breaches(name, one)}
+    lacks = {lack for document in documents(name) for lack in breaches(name, document)}
     if name.startswith(tuple(KEPT)):
         assert lacks, f"{name} holds the rule now: remove it from KEPT"
         assert not [lack for lack in lacks if "history" in lack]
@@ -204,8 +204,8 @@ def test_a_breach_is_named(facts, lack):
     good = {"git_dirty": False, "command_line": "kvtax sweep --out x"}
     name = "benchmarks/results/x.json"
     assert breaches(name, {"provenance": good | {"git_commit": HEAD}}) == []
-    (found,) = breaches(name, {"provenance": good | facts})
-    assert lack in found
+    (breach,) = breaches(name, {"provenance": good | facts})
+    assert lack in breach
 
 
 def _finished(folder: Path, numbers: dict, **versions: object) -> Path:

@@ -206,7 +206,7 @@ FAILING = {
 
 @pytest.mark.parametrize("missing", FAILING)
 def test_what_cannot_be_installed_is_named(machine, missing):
-    scripts, told = FAILING[missing]
+    scripts, message = FAILING[missing]
     if "python3" in scripts:
         machine.has_libraries()
     for command, script in scripts.items():
@@ -214,7 +214,7 @@ def test_what_cannot_be_installed_is_named(machine, missing):
         has(script)
     done = machine.setup()
     assert done.returncode != 0
-    assert all(words in done.stderr for words in told)
+    assert all(words in done.stderr for words in message)
 
 
 def test_an_unknown_flavour_is_refused(machine):
@@ -327,12 +327,12 @@ def test_a_link_whose_own_name_has_a_space_is_no_reason_to_refuse(machine):
     assert machine.setup().returncode == 0
 
 
-@pytest.mark.parametrize("told", [["--profile", "big"], ["--profile=big"]])
-def test_a_profile_gets_the_lock_of_its_flavour_whatever_its_name(machine, told):
+@pytest.mark.parametrize("flags", [["--profile", "big"], ["--profile=big"]])
+def test_a_profile_gets_the_lock_of_its_flavour_whatever_its_name(machine, flags):
     machine.has_tools()
     machine.has("nvidia-smi")
     machine.has_profile("big", "gpu")
-    assert machine.run("run_all.sh", *told).returncode == 0
+    assert machine.run("run_all.sh", *flags).returncode == 0
     assert machine.locks_installed() == ["locks/gpu.txt"]
 
 

@@ -216,9 +216,9 @@ def test_the_fleet_s_wheel_adds_its_commands(environment, tmp_path):
     subprocess.run([UV, "pip", "install", "-q", "--no-deps", "--python", python, wheel])
     (trace,) = (REPOSITORY / "fleet" / "traces").glob("mooncake_conversation*")
     command = [environment / "bin" / "kvtax", "trace", "stats", trace]
-    told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert (told.returncode, told.stderr) == (0, "")
-    assert "12,031" in told.stdout
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "12,031" in ended.stdout
 
 
 @pytest.mark.parametrize("command", ["sweep", "axes"])

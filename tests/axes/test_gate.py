@@ -52,23 +52,23 @@ def outcomes(cell, limits) -> list[str]:
 def test_a_slope_a_level_and_a_shape_can_be_limited(limits, limit, kept):
     # 2 us per running request.
     cell = made(running=curve("running", 1, 512.0))
-    told = limits(f"[axes.running]\n{limit}\n")
-    assert outcomes(cell, told) == ["kept" if kept else "broken"]
+    parsed = limits(f"[axes.running]\n{limit}\n")
+    assert outcomes(cell, parsed) == ["kept" if kept else "broken"]
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_cannot_be_decided_passes_unless_the_default_says_fail(limits, fails):
     cell = made(noise=0.8, running=curve("running", 1, 60.0))
     default = 'undecided = "fail"\n' if fails else ""
-    told = limits(f"{default}[axes.running]\nslope_us = {{ connector = 0.2 }}\n")
-    (check,) = check_cell(cell, told)
+    parsed = limits(f"{default}[axes.running]\nslope_us = {{ connector = 0.2 }}\n")
+    (check,) = check_cell(cell, parsed)
     assert (check.outcome, check.fails) == ("undecided", fails)
 
 
 def test_a_method_that_the_connector_has_not_is_refused_with_those_it_has(limits):
-    told = limits("[axes.running]\nslope_us = { walk = 1.0 }\n")
+    parsed = limits("[axes.running]\nslope_us = { walk = 1.0 }\n")
     with pytest.raises(ConfigError, match=rf"'walk'; the connector has .*{METHOD}"):
-        check_cell(made(), told)
+        check_cell(made(), parsed)
 
 
 @pytest.mark.parametrize(
@@ -88,9 +88,9 @@ def test_an_unknown_axis_or_limit_or_one_that_nothing_breaks_is_refused(limits, 
 def test_a_limit_along_an_axis_that_was_not_measured_says_why(limits):
     cell = made()
     del cell.means_us["tier"]
-    told = limits("[axes.tier]\nslope_us = { connector = 1.0 }\n")
+    parsed = limits("[axes.tier]\nslope_us = { connector = 1.0 }\n")
     with pytest.raises(ConfigError, match="tier was not measured: mine has no reset_c"):
-        check_cell(cell, told)
+        check_cell(cell, parsed)
 
 
 @pytest.fixture
@@ -179,8 +179,8 @@ def test_the_margin_of_each_axis_stands_beside_its_slope():
 def test_more_slow_steps_at_higher_levels_are_growth_that_no_mean_shows():
     cell = made()
     cell.holds["cache"] = slow_at(12_288, 16_384)
-    found = growth(cell, "cache", "connector_us")
-    assert (found.words, found.exponent) == ("grows, rare", None)
+    rise = growth(cell, "cache", "connector_us")
+    assert (rise.words, rise.exponent) == ("grows, rare", None)
     assert growth(cell, "cache", META).verdict == "flat"
     said = gate.markdown(gate.GateResult(cell, []))
     assert "12,288: 9, 16,384: 9 | 1,350 | **grows** |" in said
@@ -221,8 +221,8 @@ def test_cpu_time_beside_the_engine_is_limited_and_compared_as_a_method_is(
     limits, name
 ):
     cell = beside(**{"threads": 0.0, "processes": 0.0, name: 1_000.0})
-    told = limits(f"[axes.cache]\nslope_us = {{ {name} = 3 }}\n")
-    assert outcomes(cell, told) == ["broken"]
+    parsed = limits(f"[axes.cache]\nslope_us = {{ {name} = 3 }}\n")
+    assert outcomes(cell, parsed) == ["broken"]
     broken = [c.what for c in check_since(cell, beside(0, 0), "abc") if c.fails]
     assert f"slope of {name} along cache, since abc" in broken
     # An older cell that has no such time is no proof that it was less.

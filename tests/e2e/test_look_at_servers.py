@@ -55,7 +55,7 @@ class Served:
 
     client_ms: dict[str, float]
     instances: dict[str, Instance]
-    told: str
+    printed: str
     page: str
 
 
@@ -183,15 +183,15 @@ def served(lab: TinyServers, tmp_path_factory) -> Served:
         await_written(records / "p", PULLED + DRIVEN)
         await_written(records / "d", PULLED + LOCAL + SESSIONS * TURNS)
         page = folder / "report.html"
-        told = run("kvtax", "look", str(records), "--out", str(page))
-        found, warnings = discover(records)
-        joined = read_clients(records, found)
+        ended = run("kvtax", "look", str(records), "--out", str(page))
+        discovered, warnings = discover(records)
+        joined = read_clients(records, discovered)
         instances = {
-            one.name.partition("/")[0]: joined.joined(read_instance(one))
-            for one in found
+            source.name.partition("/")[0]: joined.joined(read_instance(source))
+            for source in discovered
         }
     assert warnings == joined.warnings == []
-    return Served(client_ms, instances, told, page.read_text())
+    return Served(client_ms, instances, ended, page.read_text())
 
 
 def of_client(served: Served, name: str) -> pl.DataFrame:
@@ -220,10 +220,10 @@ def test_the_engine_s_time_is_what_the_client_waited_less_what_is_outside(served
 @pytest.mark.parametrize(("name", "sent"), [("p", DRIVEN), ("d", SESSIONS * TURNS)])
 def test_what_a_load_generator_saw_is_joined_to_what_its_engine_did(served, name, sent):
     """P's ids are hashed, D's are plain, and are those that vLLM made of the header."""
-    told = served.instances[name].requests.drop_nulls("client_e2e_us")
-    assert told.height == sent
+    answered = served.instances[name].requests.drop_nulls("client_e2e_us")
+    assert answered.height == sent
     for span in ("ttft", "e2e"):
-        on_the_way_ms = told.select(on_the_way_us(span) / 1e3).to_series()
+        on_the_way_ms = answered.select(on_the_way_us(span) / 1e3).to_series()
         assert on_the_way_ms.min() > 0
         assert on_the_way_ms.median() < OUTSIDE_THE_ENGINE_MS
     assert "clients waited, ms" in served.page
@@ -250,8 +250,8 @@ def test_the_parts_of_each_request_add_up(served):
 
 def test_the_table_and_the_page_name_what_the_connector_took(served):
     for name in ("d", "p"):
-        assert re.search(rf"\b{name}/\S+: vLLM ", served.told)
-    assert "worker.get_finished" in served.told
+        assert re.search(rf"\b{name}/\S+: vLLM ", served.printed)
+    assert "worker.get_finished" in served.printed
     assert "The connector's share of what users wait for" in served.page
     assert "cmpl-pulled0-0" in served.page
-    assert "Warnings" not in served.told
+    assert "Warnings" not in served.printed

@@ -76,8 +76,8 @@ def broken(tmp_path_factory):
     (folder / "limits.toml").write_text(LIMITS)
     cell = folder / "cell.json"
     summary = folder / "summary.md"
-    told = ["--limits", folder / "limits.toml", "--out", cell, "--summary", summary]
-    run = gate(folder, BROKEN, *told, "--junit", folder / "junit.xml")
+    options = ["--limits", folder / "limits.toml", "--out", cell, "--summary", summary]
+    run = gate(folder, BROKEN, *options, "--junit", folder / "junit.xml")
     assert cell.exists(), run.stderr
     assert "<failure" in (folder / "junit.xml").read_text()
     run.summary = summary.read_text()
@@ -98,10 +98,10 @@ def test_the_growth_is_found_along_its_axis_with_its_slope_and_no_other(broken):
 @pytest.mark.serial
 def test_an_arriving_request_lies_in_as_many_fragments_as_the_level_says(broken):
     _, cell = broken
-    found = growth(cell, "fragments", ALLOCATED)
-    assert found.shape == "linear"
-    assert found.slope.ci95[0] <= 5.2
-    assert found.slope.ci95[1] >= 4.9
+    rise = growth(cell, "fragments", ALLOCATED)
+    assert rise.shape == "linear"
+    assert rise.slope.ci95[0] <= 5.2
+    assert rise.slope.ci95[1] >= 4.9
     # Whoever looks at each step of the request, not at its blocks, does not grow.
     assert growth(cell, "fragments", META).verdict == "flat"
 
@@ -109,11 +109,11 @@ def test_an_arriving_request_lies_in_as_many_fragments_as_the_level_says(broken)
 @pytest.mark.serial
 def test_a_look_up_of_the_prompts_blocks_grows_with_the_prompt_alone(broken):
     _, cell = broken
-    found = growth(cell, "prompt", LOOKED_UP)
-    assert found.shape == "linear"
+    rise = growth(cell, "prompt", LOOKED_UP)
+    assert rise.shape == "linear"
     # 62.5 blocks in 1,000 tokens.
-    assert found.slope.ci95[0] <= 0.8 * 62.5 * 1.05
-    assert found.slope.ci95[1] >= 0.8 * 62.5
+    assert rise.slope.ci95[0] <= 0.8 * 62.5 * 1.05
+    assert rise.slope.ci95[1] >= 0.8 * 62.5
     others = [axis for axis in cell.means_us if axis not in ("prompt", "hits")]
     assert {growth(cell, axis, LOOKED_UP).verdict for axis in others} == {"flat"}
     assert growth(cell, "prompt", META).verdict == "flat"
@@ -167,8 +167,8 @@ def run_mine(folder: Path, code: str, changed: pytest.MonkeyPatch) -> Measured:
     (folder / "mine.py").write_text(code)
     changed.setenv("PYTHONPATH", os.pathsep.join(map(str, [folder, REPOSITORY])))
     _, connector = own_connector("mine:Mine", None)
-    (found,) = cell.run([(connector, installation())], folder)
-    return found
+    (result,) = cell.run([(connector, installation())], folder)
+    return result
 
 
 # Costs that no axis shows that is moved alone, or by means of steps alone.
@@ -264,17 +264,17 @@ def hidden(tmp_path_factory):
     with pytest.MonkeyPatch.context() as changed:
         axes = {name: AXES[name] for name in ("cache", "cache_at_32")}
         changed.setattr(cell, "AXES", axes)
-        found = run_mine(folder, HIDDEN, changed)
+        result = run_mine(folder, HIDDEN, changed)
     return msgspec.structs.replace(
-        made(), means_us=found.means_us, holds=found.holds, idle=found.idle
+        made(), means_us=result.means_us, holds=result.holds, idle=result.idle
     )
 
 
 def rise_us(cell: CellRecord, axis: str, time: str) -> float:
     """Return by how much the last level of `axis` lies above the first."""
-    found = growth(cell, axis, time)
-    assert found is not None
-    return found.level_us[-1] - found.level_us[0]
+    rise = growth(cell, axis, time)
+    assert rise is not None
+    return rise.level_us[-1] - rise.level_us[0]
 
 
 @pytest.mark.long
@@ -358,7 +358,7 @@ def test_the_action_passes_what_is_honest_and_names_what_got_worse(tmp_path):
     (place / "bin").mkdir(parents=True)
     (place / "bin" / "kvtax").symlink_to(Path(sys.executable).with_name("kvtax"))
     (tmp_path / "limits.toml").write_text(LIMITS)
-    told = {
+    described = {
         "PLACE": str(place),
         "CONNECTOR": "mine:Mine",
         "CONFIG": "",
@@ -372,7 +372,7 @@ def test_the_action_passes_what_is_honest_and_names_what_got_worse(tmp_path):
         return subprocess.run(
             ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script],
             cwd=tmp_path,
-            env=os.environ | told,
+            env=os.environ | described,
             capture_output=True,
             text=True,
         )

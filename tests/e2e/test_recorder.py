@@ -84,11 +84,11 @@ def complete_all(server: Server) -> None:
 
 def check_lives(records: Path, count: int, ranks: int) -> int:
     """Each life has its engine's steps and its workers'; requests of all lives."""
-    found, warnings = discover(records)
+    discovered, warnings = discover(records)
     assert warnings == []
-    assert len(found) == len(lives(records)) == count
+    assert len(discovered) == len(lives(records)) == count
     requests = 0
-    for each in found:
+    for each in discovered:
         instance = read_instance(each)
         assert not [w for w in instance.warnings if w.kind != "few_steps"]
         steps = instance.steps
@@ -99,7 +99,7 @@ def check_lives(records: Path, count: int, ranks: int) -> int:
         assert len(list(life.glob("worker_step.r*.jsonl"))) == ranks
         ended = read_engine_requests(life / "engine_request.jsonl").records
         # A step that brings a prompt's tokens brings the first of the answer.
-        decoded = sum(one.output_tokens - 1 for one in ended)
+        decoded = sum(request.output_tokens - 1 for request in ended)
         assert steps["decode_tokens"].sum() == decoded
         requests += len(ended)
     return requests
@@ -124,9 +124,11 @@ def test_data_parallel_engines_and_a_restart_are_whole(checkpoint, tmp_path, sta
             complete_all(server)
         requests = check_lives(tmp_path / "records", 2 * start, ranks=1)
         assert requests == start * REQUESTS
-    found, _ = discover(tmp_path / "records")
-    assert sorted(one.header.dp_rank for one in found) == sorted([0, 1] * starts)
-    assert len({one.engine for one in found}) == 2
+    discovered, _ = discover(tmp_path / "records")
+    assert sorted(source.header.dp_rank for source in discovered) == sorted(
+        [0, 1] * starts
+    )
+    assert len({source.engine for source in discovered}) == 2
 
 
 @pytest.mark.long
@@ -139,9 +141,9 @@ def test_a_killed_server_that_starts_again_with_more_workers_has_two_lives(
         signal_all(server.supervised.pids(), signal.SIGKILL)
     with serving(tmp_path, checkpoint, "--tensor-parallel-size", "2") as server:
         complete_all(server)
-    found, warnings = discover(tmp_path / "records")
+    discovered, warnings = discover(tmp_path / "records")
     assert warnings == []
-    for each, ranks in zip(found, (1, 2), strict=True):
+    for each, ranks in zip(discovered, (1, 2), strict=True):
         assert len(list(each.path.parent.glob("worker_step.r*.jsonl"))) == ranks
         instance = read_instance(each)
         assert not [w for w in instance.warnings if w.kind != "few_steps"]
@@ -207,8 +209,8 @@ def read(records: Path) -> Recorded:
             calls, _ = calls_by_method(step, method_fields(side, file.header.methods))
             counts.update({f"{side}.{method}": n for method, n in calls.items()})
         for name in names:
-            found = [getattr(step, name) for step in steps]
-            times_us[name] = [us for us in found if us is not None]
+            values = [getattr(step, name) for step in steps]
+            times_us[name] = [us for us in values if us is not None]
     return Recorded(headers, fields, counts, times_us)
 
 
@@ -282,8 +284,8 @@ def served(request, checkpoint, tmp_path_factory) -> Iterator[Served]:
 def files_of_nobody() -> set[Path]:
     find = ["find", *OPEN, "-xdev", "-user", str(NOBODY)]
     # A file may go while find looks at it.
-    found = subprocess.run(find, stdout=subprocess.PIPE, text=True, check=False)
-    return {Path(line) for line in found.stdout.splitlines()}
+    listed = subprocess.run(find, stdout=subprocess.PIPE, text=True, check=False)
+    return {Path(line) for line in listed.stdout.splitlines()}
 
 
 def modified(installed: Installation) -> dict[Path, int]:
@@ -319,7 +321,7 @@ def test_a_vllm_that_its_users_may_not_write_is_recorded_and_stays_as_it_is(serv
         pytest.skip("this user may not start a process as another one")
     assert served.is_untouched
     theirs = [served.folder / door / "records" for door in OF_NOBODY]
-    assert served.written == {f for one in theirs for f in (one, *one.rglob("*"))}
+    assert served.written == {f for place in theirs for f in (place, *place.rglob("*"))}
 
 
 FIX = "mooncake_get_finished_short_circuit"
@@ -373,9 +375,9 @@ def test_a_server_is_patched_and_recorded_and_leaves_nothing(tmp_path, scratch):
         f"in {vllm.resolve()} gets {FIX}, mooncake_cpu_layout, step_timing_v2" in text
     )
     assert {path: path.read_bytes() for path in vllm.rglob("*.py")} == before
-    (found,), warnings = discover(records)
+    (discovered,), warnings = discover(records)
     assert warnings == []
-    steps = read_instance(found).steps
+    steps = read_instance(discovered).steps
     assert steps["decode_tokens"].sum() >= 7
     assert steps["worker.get_finished_us"].is_not_null().any()
 

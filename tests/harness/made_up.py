@@ -161,7 +161,7 @@ def made(
         connector=connector,
         provenance=dict(PROVENANCE),
         wall_s=24.0,
-        levels={axis: list(told.levels) for axis, told in AXES.items()},
+        levels={axis: list(axis_of.levels) for axis, axis_of in AXES.items()},
         means_us={
             axis: {"connector_us": us, META: us}
             for axis in AXES

@@ -107,7 +107,7 @@ class Server:
             schema = f"kvtax.{name.partition('.')[0]}/1"
             head = {"schema": schema, "vllm_version": self.release}
             head |= header | self.header
-            lines = [json.dumps(one) + "\n" for one in (head, *records)]
+            lines = [json.dumps(record) + "\n" for record in (head, *records)]
             (self.folder / f"{name}.jsonl").write_text("".join(lines))
         return self.folder
 

@@ -98,9 +98,9 @@ def replayed(requests: dict[str, dict]) -> list[ReplayedRequest]:
 
 def ms(request: dict) -> tuple[float, float]:
     """The client's TTFT and E2E."""
-    told = outcome(request)
+    answered = outcome(request)
     return tuple(
-        (told[moment] - told["sent_ns"]) / 1e6
+        (answered[moment] - answered["sent_ns"]) / 1e6
         for moment in ("first_token_ns", "end_ns")
     )
 
@@ -135,7 +135,7 @@ def write_json(path: Path, *lines: dict) -> Path:
 
 def write_lines(path: Path, *lines: msgspec.Struct) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in lines))
+    path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
     return path
 
 
@@ -151,10 +151,10 @@ def replay(folder: Path, records: list[ReplayedRequest]) -> Path:
 
 
 def joined(folder: Path) -> tuple[list[Instance], Clients]:
-    found, warnings = discover(folder)
+    discovered, warnings = discover(folder)
     assert warnings == []
-    clients = read_clients(folder, found)
-    return [clients.joined(read_instance(one)) for one in found], clients
+    clients = read_clients(folder, discovered)
+    return [clients.joined(read_instance(source)) for source in discovered], clients
 
 
 def kinds(clients: Clients) -> dict[str, str]:
@@ -242,13 +242,13 @@ def test_trials_of_a_sweep_show_their_requests(tmp_path, capsys):
         life = trial / f"20261125T183022.123456Z-host-dp0-7{number}"
         drive(trial, driven(serve(life, numbers(30))))
     instances, clients = joined(tmp_path / "run")
-    assert [known(one) for one in instances] == [30, 30, 30]
+    assert [known(instance) for instance in instances] == [30, 30, 30]
     assert clients.warnings == []
     assert main([str(trial), "--out", str(tmp_path / "page.html")]) == 0
-    told = capsys.readouterr().out
-    assert ", 30 requests" in told
-    assert "waited most" in told and "client's E2E" in told
-    assert "Warnings" not in told
+    printed = capsys.readouterr().out
+    assert ", 30 requests" in printed
+    assert "waited most" in printed and "client's E2E" in printed
+    assert "Warnings" not in printed
 
 
 @pytest.mark.parametrize("place", ["run", "run/records", "run/records/client"])
@@ -258,7 +258,7 @@ def test_a_client_s_file_is_found_above_beside_and_below(tmp_path, place):
     asked |= serve(records / "b", [f"b/{n}" for n in range(10)])
     replay(tmp_path / place, replayed(asked))
     instances, clients = joined(records)
-    assert [known(one) for one in instances] == [10, 10]
+    assert [known(instance) for instance in instances] == [10, 10]
     assert clients.warnings == []
 
 
@@ -344,7 +344,9 @@ def test_a_request_that_cannot_be_joined_is_counted_and_hides_no_other(
     drive(tmp_path, sent)
     ((instance,), clients) = joined(tmp_path)
     assert known(instance) == joins
-    warnings = {one.kind: one for one in (*clients.warnings, *instance.warnings)}
+    warnings = {
+        warning.kind: warning for warning in (*clients.warnings, *instance.warnings)
+    }
     assert warnings.keys() == messages.keys()
     for kind, message in messages.items():
         assert warnings[kind].message.startswith(message)
@@ -387,13 +389,13 @@ def test_a_bad_file_of_a_client_is_named_and_the_others_are_joined(
             replayed(serve(tmp_path / "b", [f"s/{n}" for n in range(10)])),
         ),
     }
-    change, told = BAD[bad]
+    change, expected = BAD[bad]
     files[client].write_text(change(files[client].read_text()))
     instances, clients = joined(tmp_path)
-    assert sorted(known(one) for one in instances) == [0, 10]
+    assert sorted(known(instance) for instance in instances) == [0, 10]
     message = kinds(clients)["client_unreadable"]
     assert f"{client}.jsonl" in message
-    assert told in message
+    assert expected in message
     assert main([str(tmp_path), "--out", str(tmp_path / "page.html")]) == 2
     assert f"{client}.jsonl" in capsys.readouterr().out
 
@@ -403,18 +405,20 @@ def test_every_request_of_a_client_is_joined_or_counted(tmp_path, seed):
     """Whatever is repeated, lost or given up."""
     chance = random.Random(seed)
     asked = driven(serve(tmp_path, numbers(60), seed=seed))
-    for one in asked:
+    for request in asked:
         if chance.random() < 0.2:
-            one.status = chance.choice(["failed", "cancelled"])
+            request.status = chance.choice(["failed", "cancelled"])
         if chance.random() < 0.2:
-            one.id = chance.randrange(100)
+            request.id = chance.randrange(100)
         if chance.random() < 0.1:
-            one.output_tokens += 1
+            request.output_tokens += 1
     drive(tmp_path, asked)
     ((instance,), clients) = joined(tmp_path)
-    counted = sum(int(told.split()[0]) for told in kinds(clients).values())
+    counted = sum(int(message.split()[0]) for message in kinds(clients).values())
     assert known(instance) + counted == 60
-    lone = {(one.id, one.prompt_tokens, one.output_tokens) for one in asked}
+    lone = {
+        (request.id, request.prompt_tokens, request.output_tokens) for request in asked
+    }
     assert 0 < known(instance) <= len(lone)
 
 
@@ -537,9 +541,9 @@ def test_results_whose_lists_differ_are_named_and_hide_nothing(tmp_path, capsys)
     result["ttfts"].pop()
     path.write_text(json.dumps(result))
     assert main([str(tmp_path / "records"), "--out", str(tmp_path / "o.html")]) == 2
-    told = capsys.readouterr().out
-    assert f"{path}:1: lists of different lengths" in told
-    assert ", 50 requests" in told
+    printed = capsys.readouterr().out
+    assert f"{path}:1: lists of different lengths" in printed
+    assert ", 50 requests" in printed
 
 
 @pytest.mark.parametrize("layout", ["long", "indented", "appended"])

@@ -96,30 +96,30 @@ def test_a_bad_step_is_left_out_and_named(records, capsys, where):
     if file == WORKER and isinstance(value, dict):
         # A worker's record has no counts, only times.
         value = {
-            name if name in ("t_ns", "step_id") else "execute_model_us": one
-            for name, one in value.items()
+            name if name in ("t_ns", "step_id") else "execute_model_us": inner
+            for name, inner in value.items()
         }
         if bad == "cache_size of 31 bits":
             value = {"execute_model_us": [1]}
     line = value if isinstance(value, bytes) else changed(path, number, **value)
     replace_line(path, number, line)
-    status, told = shown(records, capsys)
-    assert_named(status, told, path, number, is_last=number == 401, line=line)
-    assert "400 steps" in told if file == WORKER else "399 steps" in told
+    status, printed = shown(records, capsys)
+    assert_named(status, printed, path, number, is_last=number == 401, line=line)
+    assert "400 steps" in printed if file == WORKER else "399 steps" in printed
     # Without those that were in the step.
-    assert any(f", {count} requests" in told for count in (50, 49, 48))
+    assert any(f", {count} requests" in printed for count in (50, 49, 48))
 
 
 def assert_named(
-    status: int, told: str, path: Path, number: int, is_last: bool, line: bytes
+    status: int, printed: str, path: Path, number: int, is_last: bool, line: bytes
 ) -> None:
     """A bad line is a fault that is named; a torn last one is what a kill leaves."""
     if is_last and is_torn(line + b"\n"):
         assert status == 0
-        assert "1 torn last line" in told
+        assert "1 torn last line" in printed
     else:
         assert status == 2
-        assert f"{path}:{number}: " in told
+        assert f"{path}:{number}: " in printed
 
 
 BAD_REQUESTS = {
@@ -145,9 +145,9 @@ def test_a_bad_request_is_left_out_and_named(records, capsys, where):
     path, value = records / REQUEST, BAD_REQUESTS[bad]
     line = value if isinstance(value, bytes) else changed(path, number, **value)
     replace_line(path, number, line)
-    status, told = shown(records, capsys)
-    assert_named(status, told, path, number, is_last=number == 51, line=line)
-    assert "400 steps in" in told and ", 49 requests" in told
+    status, printed = shown(records, capsys)
+    assert_named(status, printed, path, number, is_last=number == 51, line=line)
+    assert "400 steps in" in printed and ", 49 requests" in printed
 
 
 IMPOSSIBLE = {
@@ -209,7 +209,9 @@ def test_an_impossible_step_is_in_no_quantile(tmp_path, impossible):
     getattr(server, side)[5][field] = value
     instance = only(server.write())
     assert instance.steps.height == STEPS - 1
-    ((kind, message),) = [(one.kind, one.message) for one in instance.warnings]
+    ((kind, message),) = [
+        (warning.kind, warning.message) for warning in instance.warnings
+    ]
     assert (kind, message[:8]) == ("impossible_steps", "1 steps ")
     assert cost(instance).connector.most_us < 10_000
 
@@ -220,13 +222,13 @@ def test_a_method_that_the_header_lacks_keeps_its_time(tmp_path):
         record["connector_self_us"]["late_hook"] = 5_000.0
         record["connector_calls"]["late_hook"] = 2
         record["step_us"] = record.get("step_us", 0) + 10_000
-    told = cost(only(server.write()))
-    late = {part.name: part for part in told.methods if "late_hook" in part.name}
+    summary = cost(only(server.write()))
+    late = {part.name: part for part in summary.methods if "late_hook" in part.name}
     assert set(late) == {"scheduler.late_hook", "worker.late_hook"}
     for part in late.values():
         assert part.mean_us == pytest.approx(5_000)
         assert part.calls_per_step == 2
-    assert told.connector.mean_us > 10_000
+    assert summary.connector.mean_us > 10_000
 
 
 def rotated(path: Path, at: int = 200) -> Path:
@@ -298,11 +300,11 @@ def test_a_disk_that_filled_at_a_rotation_leaves_the_older_part(
     for name in (ENGINE, WORKER, REQUEST):
         (records / name).rename(records / f"{name}.1")
         (records / name).write_text(header)
-    status, told = shown(records, capsys)
-    assert "400 steps in" in told and ", 50 requests" in told
+    status, printed = shown(records, capsys)
+    assert "400 steps in" in printed and ", 50 requests" in printed
     assert status == 2
     for name in (ENGINE, WORKER, REQUEST):
-        assert f"{records / name}:1: no header line" in told
+        assert f"{records / name}:1: no header line" in printed
     assert only(records).steps["model_us"].sum() > 0
 
 
@@ -328,19 +330,19 @@ def test_a_broken_file_is_named_and_hides_no_other(records, capsys, file, how):
         path.write_bytes(make)
     else:
         make(path)
-    status, told = shown(records, capsys)
+    status, printed = shown(records, capsys)
     assert status == 2
-    assert f"{path}{why}" in told
-    assert told.count("400 steps in") == 2 - (file == ENGINE)
+    assert f"{path}{why}" in printed
+    assert printed.count("400 steps in") == 2 - (file == ENGINE)
 
 
 @pytest.mark.parametrize("field", ["began_ns", "began_unix_ns"])
 def test_a_header_whose_moment_cannot_be_is_named(tmp_path, capsys, field):
     server = served(tmp_path / "records")
     server.header |= {"began_ns": 1, "began_unix_ns": 2} | {field: 10**30}
-    status, told = shown(server.write(), capsys)
+    status, printed = shown(server.write(), capsys)
     assert status == 2
-    assert f"{server.folder / ENGINE}:1: bad record" in told
+    assert f"{server.folder / ENGINE}:1: bad record" in printed
 
 
 def test_a_life_that_is_removed_meanwhile_hides_no_other(records, monkeypatch, capsys):
@@ -365,10 +367,10 @@ def test_a_damaged_compressed_file_is_named(records, capsys):
     data = bytearray(gzip.compress(path.read_bytes()))
     data[len(data) // 2 :] = random.Random(1).randbytes(len(data) // 2)
     path.write_bytes(data)
-    status, told = shown(records, capsys)
+    status, printed = shown(records, capsys)
     assert status == 2
-    assert str(path) in told
-    assert other.name in told and told.count("400 steps in") == 2
+    assert str(path) in printed
+    assert other.name in printed and printed.count("400 steps in") == 2
 
 
 OF_OTHERS = [
@@ -394,13 +396,13 @@ def test_a_file_of_another_life_is_refused_by_name(tmp_path, capsys, other):
     rotated(server.folder / ENGINE)
     rotated(server.folder / REQUEST, 20)
     replace_line(path, 1, changed(path, 1, **field))
-    status, told = shown(server.folder, capsys)
+    status, printed = shown(server.folder, capsys)
     assert status == 2
-    assert f"{path}: of another life of the engine: {fact}" in told
+    assert f"{path}: of another life of the engine: {fact}" in printed
     steps = 200 if file == f"{ENGINE}.1" else 400
-    assert f"{steps} steps in" in told
+    assert f"{steps} steps in" in printed
     if file == f"{REQUEST}.1":
-        assert ", 30 requests" in told
+        assert ", 30 requests" in printed
 
 
 def test_a_rank_of_a_second_life_in_the_folder_is_not_joined(
@@ -416,9 +418,9 @@ def test_a_rank_of_a_second_life_in_the_folder_is_not_joined(
     instance = only(records)
     assert instance.steps.equals(whole.steps)
     assert cost(instance).step.mean_us == cost(whole).step.mean_us
-    status, told = shown(records, capsys)
+    status, printed = shown(records, capsys)
     assert status == 2
-    assert "worker_step.r1.jsonl: of another life of the engine: 100% of its" in told
+    assert "worker_step.r1.jsonl: of another life of the engine: 100% of its" in printed
 
 
 def test_ranks_of_one_life_are_joined_while_steps_overlap(tmp_path):
@@ -441,9 +443,9 @@ def test_a_copy_of_the_file_as_its_older_part_counts_no_step_twice(
     instance = only(records)
     assert instance.steps.equals(whole.steps)
     assert instance.requests.equals(whole.requests)
-    status, told = shown(records, capsys)
+    status, printed = shown(records, capsys)
     assert status == 2
-    assert f"{records / file}: 400 steps are in the file twice" in told
+    assert f"{records / file}: 400 steps are in the file twice" in printed
 
 
 def forbid(monkeypatch, folder: Path) -> None:
@@ -463,10 +465,10 @@ def test_a_folder_that_may_not_be_read_is_named_and_hides_no_other(
 ):
     closed = served(records / "closed").write()
     forbid(monkeypatch, closed)
-    status, told = shown(records, capsys)
+    status, printed = shown(records, capsys)
     assert status == 2
-    assert f"closed: [Errno 13] Permission denied: '{closed}'" in told
-    assert "400 steps in" in told
+    assert f"closed: [Errno 13] Permission denied: '{closed}'" in printed
+    assert "400 steps in" in printed
     forbid(monkeypatch, records)
     assert main([str(records)]) == 2
     assert f"kvtax: {records}: Permission denied" in capsys.readouterr().err
@@ -481,8 +483,8 @@ def test_a_name_that_is_no_text_is_shown_in_all_that_is_written(
     replace_line(life.write() / ENGINE, 8, b"{")
     page, trace = tmp_path / "page.html", tmp_path / "trace"
     assert main([str(folder), "--out", str(page), "--perfetto", str(trace)]) == 2
-    told = capfd.readouterr().out
-    assert "life-\\udcfe\\x1b[2J: vLLM" in told
+    printed = capfd.readouterr().out
+    assert "life-\\udcfe\\x1b[2J: vLLM" in printed
     assert "\\udcfe" in page.read_text()
     server = serve(Watched(folder), "127.0.0.1", 0)
     try:
@@ -496,9 +498,9 @@ def test_a_name_that_is_no_text_is_shown_in_all_that_is_written(
 def test_an_error_is_shown_and_not_obeyed(records, capsys):
     name = "\x1b]0;owned\x07"
     assert main([str(records / name)]) == 2
-    told = capsys.readouterr().err
-    assert "\\x1b]0;owned\\x07" in told
-    assert not [c for c in set(told) - {"\n"} if not c.isprintable()]
+    printed = capsys.readouterr().err
+    assert "\\x1b]0;owned\\x07" in printed
+    assert not [c for c in set(printed) - {"\n"} if not c.isprintable()]
 
 
 @pytest.mark.slow
@@ -541,9 +543,9 @@ def test_a_method_that_could_not_be_timed_is_named_once(tmp_path):
     folder = server.write()
     text = (folder / WORKER).read_text()
     (folder / "worker_step.r1.jsonl").write_text(text)
-    told = [(one.place, one.message) for one in only(folder).warnings]
+    warnings = [(warning.place, warning.message) for warning in only(folder).warnings]
     message = f"not timed: {why}"
-    assert told == [
+    assert warnings == [
         ("scheduler.get_finished", message),
         ("worker.get_finished", message),
     ]

@@ -92,8 +92,8 @@ def test_a_long_step_moves_no_mean_and_is_named(tmp_path, at, capsys):
 
 def test_a_part_is_told_as_its_steps_were(records):
     instance = only(records)
-    told = cost(instance)
-    for part in (told.step, *told.parts, *told.methods):
+    summary = cost(instance)
+    for part in (summary.step, *summary.parts, *summary.methods):
         us = instance.steps[part.column]
         assert part.mean_us == pytest.approx(us.mean())
         assert part.most_us == us.max()
@@ -103,10 +103,10 @@ def test_a_part_is_told_as_its_steps_were(records):
 
 def test_each_method_and_their_sum_have_slopes(tmp_path):
     instance = only(served(tmp_path / "records", 2_500).write())
-    told = summarise(instance)
-    assert list(told.slopes) == ["connector_us", *instance.methods]
-    whole = told.slopes["connector_us"]["cache"].value
-    parts = [told.slopes[name]["cache"].value for name in instance.methods]
+    summary = summarise(instance)
+    assert list(summary.slopes) == ["connector_us", *instance.methods]
+    whole = summary.slopes["connector_us"]["cache"].value
+    parts = [summary.slopes[name]["cache"].value for name in instance.methods]
     assert sum(parts) == pytest.approx(whole, abs=1e-4)
 
 
@@ -135,8 +135,8 @@ def test_one_bad_instance_is_a_warning_in_its_place(three):
     with (three / "b" / "engine_step.jsonl").open("a") as file:
         for step_id in range(11):
             file.write(f'{{"step_id": {step_id}, "t_ns": 1}}\n')
-    found, _ = discover(three)
-    first, bad, last = each_instance(found)
+    discovered, _ = discover(three)
+    first, bad, last = each_instance(discovered)
     assert (first.name, last.name) == ("a", "c")
     assert isinstance(bad, RunWarning)
     assert "two processes wrote this file" in bad.message
@@ -181,34 +181,38 @@ def test_a_slope_is_found_on_its_axis_and_not_on_the_others(axis, column, per):
     rng = np.random.default_rng(3)
     steps = traffic(rng)
     us = 10 + 4.0 * steps[column] / per + noise(rng, steps.height)
-    found = moved(steps.with_columns(us.alias("us")))
-    assert found[axis].low < 4.0 < found[axis].high
-    assert found[axis].high - found[axis].low < 2.0
+    covariates = moved(steps.with_columns(us.alias("us")))
+    assert covariates[axis].low < 4.0 < covariates[axis].high
+    assert covariates[axis].high - covariates[axis].low < 2.0
     for other in ("cache", "running"):
         if other != axis:
-            assert found[other].low < 0 < found[other].high
+            assert covariates[other].low < 0 < covariates[other].high
 
 
 def test_what_hardly_changed_is_not_known():
     rng = np.random.default_rng(1)
     steps = traffic(rng).with_columns(pl.lit(5_000).alias("cache_size"))
-    found = moved(steps.with_columns(pl.lit(1.0).alias("us")))
-    assert found["cache"] == "it hardly changed"
+    covariates = moved(steps.with_columns(pl.lit(1.0).alias("us")))
+    assert covariates["cache"] == "it hardly changed"
 
 
 def test_two_that_rise_together_are_not_told_apart():
     rng = np.random.default_rng(1)
     steps = traffic(rng).with_columns(free_blocks=20_000 - pl.col("cache_size"))
     us = 3.0 * steps["cache_size"] / 1_000
-    found = moved(steps.with_columns(us.alias("us")))
-    assert found["cache"] == found["context"] == "it moved together with the others"
-    assert isinstance(found["running"], Estimate)
+    covariates = moved(steps.with_columns(us.alias("us")))
+    assert (
+        covariates["cache"]
+        == covariates["context"]
+        == "it moved together with the others"
+    )
+    assert isinstance(covariates["running"], Estimate)
 
 
 def test_few_steps_say_how_many_are_needed():
     steps = traffic(np.random.default_rng(1), 500)
-    found = moved(steps.with_columns(pl.lit(1.0).alias("us")))
-    assert found == dict.fromkeys(COVARIATES, "fewer than 2,000 steps")
+    covariates = moved(steps.with_columns(pl.lit(1.0).alias("us")))
+    assert covariates == dict.fromkeys(COVARIATES, "fewer than 2,000 steps")
 
 
 def test_an_axis_that_is_missing_from_some_steps_is_not_used():
@@ -217,9 +221,9 @@ def test_an_axis_that_is_missing_from_some_steps_is_not_used():
         cache_size=pl.when(pl.int_range(pl.len()) > 999).then("cache_size"),
         us=2.0 * pl.col("running"),
     )
-    found = moved(steps)
-    assert found["cache"] == "not recorded"
-    assert found["running"].value == pytest.approx(2)
+    covariates = moved(steps)
+    assert covariates["cache"] == "not recorded"
+    assert covariates["running"].value == pytest.approx(2)
 
 
 @pytest.mark.parametrize("steps", [2_000, 2_049, 7_777])
@@ -240,13 +244,15 @@ def test_slopes_are_least_squares_and_the_interval_the_widest_jackknife(steps):
 
     def reach(runs: int):
         run = stretch * runs // STRETCHES
-        without = np.stack([fit(run != one) for one in range(runs)])
+        without = np.stack([fit(run != left_out) for left_out in range(runs)])
         return t_quantile(0.975, runs - 1) * np.sqrt((runs - 1) * without.var(axis=0))
 
     far = np.max([reach(20), reach(10), reach(5)], axis=0)
-    found = moved(table)
-    assert all(isinstance(slope, Estimate) for slope in found.values())
-    for slope, value, wide in zip(found.values(), fit(stretch >= 0), far, strict=True):
+    covariates = moved(table)
+    assert all(isinstance(slope, Estimate) for slope in covariates.values())
+    for slope, value, wide in zip(
+        covariates.values(), fit(stretch >= 0), far, strict=True
+    ):
         assert slope.value == pytest.approx(value, rel=1e-6)
         assert slope.high - slope.low == pytest.approx(2 * wide, rel=1e-6)
 
@@ -350,21 +356,21 @@ def overlapping(folder, every: int = 1, steps: int = 3_000):
 
 @pytest.mark.parametrize("every", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_shares_are_of_the_time_that_overlapping_steps_cover(tmp_path, every):
-    told = cost(overlapping(tmp_path / "records", every))
-    assert told.period_us == pytest.approx(5_000, rel=0.01)
-    assert told.connector.share == pytest.approx(0.1, rel=0.01)
-    assert told.connector_ms_per_s == pytest.approx(100, rel=0.01)
-    assert sum(part.share for part in told.parts) >= 1
-    assert "one ended every" in told.overlap
+    summary = cost(overlapping(tmp_path / "records", every))
+    assert summary.period_us == pytest.approx(5_000, rel=0.01)
+    assert summary.connector.share == pytest.approx(0.1, rel=0.01)
+    assert summary.connector_ms_per_s == pytest.approx(100, rel=0.01)
+    assert sum(part.share for part in summary.parts) >= 1
+    assert "one ended every" in summary.overlap
 
 
 def test_steps_that_do_not_overlap_share_their_own_time(records):
     instance = only(records)
-    told = cost(instance)
+    summary = cost(instance)
     whole = instance.steps["step_us"].sum()
     assert instance.digest.covered_us == pytest.approx(whole, rel=1e-5)
-    assert told.overlap == ""
-    assert sum(part.share for part in told.parts) == pytest.approx(1)
+    assert summary.overlap == ""
+    assert sum(part.share for part in summary.parts) == pytest.approx(1)
 
 
 def test_where_no_call_was_timed_the_connector_is_unknown(tmp_path, capsys):
@@ -372,12 +378,12 @@ def test_where_no_call_was_timed_the_connector_is_unknown(tmp_path, capsys):
     assert only(folder).steps["connector_us"].sum() == 0
     page = tmp_path / "page.html"
     assert main([str(folder), "--out", str(page)]) == 0
-    told = capsys.readouterr().out
-    (row,) = [line for line in told.splitlines() if line.startswith("  connector")]
+    printed = capsys.readouterr().out
+    (row,) = [line for line in printed.splitlines() if line.startswith("  connector")]
     assert row.split() == ["connector", "unknown"]
-    assert "no call of a connector was timed" in told
-    assert "moved by" not in told
-    assert "waited most" in told
+    assert "no call of a connector was timed" in printed
+    assert "moved by" not in printed
+    assert "waited most" in printed
     assert "The cost of the connector in a step of" in page.read_text()
 
 
@@ -424,20 +430,22 @@ def test_a_known_cost_has_its_remedy_in_terminal_and_page(
 ):
     folder = server(tmp_path / "r", us, connectors).write()
     assert main([str(folder)]) == 0
-    told = capsys.readouterr().out
-    assert (SHORT_CIRCUIT in told) is shows
+    printed = capsys.readouterr().out
+    assert (SHORT_CIRCUIT in printed) is shows
     assert (SHORT_CIRCUIT in (folder / PAGE).read_text()) is shows
-    assert "nixl_push_idle_wake" not in told
-    assert ("if it is MooncakeConnector's" in told) is (shows and not connectors)
+    assert "nixl_push_idle_wake" not in printed
+    assert ("if it is MooncakeConnector's" in printed) is (shows and not connectors)
 
 
 def test_the_sentence_has_connector_cost_and_share(tmp_path, capsys):
     folder = server(tmp_path / "r", 219.0, ["MooncakeConnector"]).write()
     assert main([str(folder)]) == 0
     # 5 of build_connector_meta and 219 of get_finished in 2,389 us.
-    told = capsys.readouterr().out
-    assert "MooncakeConnector of vLLM 0.18.1 adds 224.0 µs to a step of 2,384" in told
-    assert "Most of it is worker.get_finished, 219.0 µs" in told
+    printed = capsys.readouterr().out
+    assert (
+        "MooncakeConnector of vLLM 0.18.1 adds 224.0 µs to a step of 2,384" in printed
+    )
+    assert "Most of it is worker.get_finished, 219.0 µs" in printed
 
 
 @pytest.mark.parametrize(
@@ -534,8 +542,8 @@ def test_a_walk_of_the_cache_is_named(tmp_path, capsys):
         blocks = 200 * abs(number % 200 - 100)
         made.step(build_meta_us=5 + blocks * 0.08, cache_size=blocks)
     assert main([str(made.write())]) == 0
-    told = capsys.readouterr().out
-    assert "scheduler.build_connector_meta (80 µs per 1,000 cached blocks)" in told
+    printed = capsys.readouterr().out
+    assert "scheduler.build_connector_meta (80 µs per 1,000 cached blocks)" in printed
 
 
 def test_known_costs_name_patches_releases_and_axes_that_exist():
@@ -551,15 +559,15 @@ def test_known_costs_name_patches_releases_and_axes_that_exist():
 @pytest.mark.slow
 def test_the_demo_shows_a_walk_its_fix_and_an_h100(tmp_path, capsys):
     assert main_of_kvtax(["demo", "--out", str(tmp_path / "demo")]) == 0
-    told = capsys.readouterr().out
-    first = told.splitlines()[0]
+    printed = capsys.readouterr().out
+    first = printed.splitlines()[0]
     assert first.startswith("h100. MooncakeConnector of vLLM 0.18.1 adds 372.0")
-    assert "scheduler.build_connector_meta (" in told
-    assert "docs/" not in told
-    assert SHORT_CIRCUIT in told
-    assert "Warnings" not in told
+    assert "scheduler.build_connector_meta (" in printed
+    assert "docs/" not in printed
+    assert SHORT_CIRCUIT in printed
+    assert "Warnings" not in printed
     quoted = (REPOSITORY / "README.md").read_text().split("```\n")[1]
-    assert " ".join(quoted.split()) in " ".join(told.split())
+    assert " ".join(quoted.split()) in " ".join(printed.split())
     page = (tmp_path / "demo" / PAGE).read_text()
     assert all(name in page for name in ("hash_walk", "fixed", "h100"))
 

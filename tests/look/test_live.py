@@ -31,7 +31,7 @@ METHOD = "worker.get_finished"
 
 
 def truth_us(server: Server) -> float:
-    return sum(one["connector_self_us"]["get_finished"] for one in server.workers)
+    return sum(step["connector_self_us"]["get_finished"] for step in server.workers)
 
 
 def test_each_record_counts_once_however_often_one_looks(tmp_path):
@@ -88,7 +88,7 @@ def test_a_count_that_cannot_be_stops_no_scrape(tmp_path, field, number):
         file.write(json.dumps({"step_id": 20, "t_ns": FIRST_NS, field: value}) + "\n")
     watched = Watched(server.folder)
     for _ in range(2):
-        families = {one.name: one for one in Collector(watched).collect()}
+        families = {family.name: family for family in Collector(watched).collect()}
         (bad,) = families["kvtax:bad_record_lines"].samples
         assert bad.value == 1
         registry = CollectorRegistry()
@@ -213,18 +213,18 @@ def scraped(url: str) -> dict[tuple, float]:
 def test_prometheus_gets_the_same_sums(tmp_path):
     server = served(tmp_path / "records", steps=80)
     with served_metrics(server.write()) as url:
-        found = scraped(url)
+        families = scraped(url)
     name = ("instance_name", "records")
     key = ("kvtax:connector_method_seconds_total", name, ("method", METHOD))
-    assert found[key] == pytest.approx(truth_us(server) / 1e6)
+    assert families[key] == pytest.approx(truth_us(server) / 1e6)
     step_us = [step["step_us"] for step in server.steps]
-    assert found["kvtax:step_seconds_count", name] == 80
-    assert found["kvtax:step_seconds_sum", name] == pytest.approx(sum(step_us) / 1e6)
+    assert families["kvtax:step_seconds_count", name] == 80
+    assert families["kvtax:step_seconds_sum", name] == pytest.approx(sum(step_us) / 1e6)
     ended = ("kvtax:requests_ended_total", ("finished_reason", "length"), name)
-    assert found[ended] == len(server.requests)
+    assert families[ended] == len(server.requests)
     below = sum(us <= 5_000 for us in step_us)
-    assert found["kvtax:step_seconds_bucket", name, ("le", "0.005")] == below
-    assert found["kvtax:cached_blocks", name] == server.steps[-1]["cache_size"]
+    assert families["kvtax:step_seconds_bucket", name, ("le", "0.005")] == below
+    assert families["kvtax:cached_blocks", name] == server.steps[-1]["cache_size"]
 
 
 @pytest.mark.slow
@@ -242,8 +242,8 @@ def texts(value) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from texts(one)
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from texts(inner)
 
 
 @pytest.mark.slow

@@ -28,14 +28,14 @@ def look(folder, tmp_path, capsys) -> tuple[int, str, str]:
     page = tmp_path / "page.html"
     status = main([str(folder), "--out", str(page)])
     captured = capsys.readouterr()
-    told = captured.out + captured.err
-    return status, told, page.read_text() if page.exists() else ""
+    printed = captured.out + captured.err
+    return status, printed, page.read_text() if page.exists() else ""
 
 
 def test_a_folder_without_records_says_how_they_are_made(tmp_path, capsys):
-    status, told, _ = look(tmp_path, tmp_path, capsys)
+    status, printed, _ = look(tmp_path, tmp_path, capsys)
     assert status == 2
-    assert "KVTAX_STEP_RECORDS_DIR" in told
+    assert "KVTAX_STEP_RECORDS_DIR" in printed
     with pytest.raises(RecordsError, match="no such directory"):
         read_instances(tmp_path / "nowhere")
 
@@ -45,9 +45,9 @@ def test_a_torn_last_line_is_counted(records, tmp_path, capsys, kind):
     (path,) = records.glob(f"{kind}*")
     with path.open("a") as out:
         out.write('{"step_id": 40')
-    status, told, page = look(records, tmp_path, capsys)
+    status, printed, page = look(records, tmp_path, capsys)
     assert status == 0
-    assert f"{kind}" in told and "torn last line" in told
+    assert f"{kind}" in printed and "torn last line" in printed
     assert f"/{kind}" in page and "torn last line" in page
 
 
@@ -55,10 +55,10 @@ def test_another_schema_is_named_and_the_others_are_shown(records, tmp_path, cap
     served(records / "second").write()
     path = records / "engine_step.jsonl"
     path.write_text(path.read_text().replace("engine_step/1", "engine_step/9", 1))
-    status, told, _ = look(records, tmp_path, capsys)
+    status, printed, _ = look(records, tmp_path, capsys)
     assert status == 2
-    assert "kvtax.engine_step/9" in told
-    assert "second: vLLM 0.18.1, 400 steps" in told
+    assert "kvtax.engine_step/9" in printed
+    assert "second: vLLM 0.18.1, 400 steps" in printed
 
 
 def test_several_releases_in_one_folder_are_told(tmp_path, capsys):
@@ -66,16 +66,16 @@ def test_several_releases_in_one_folder_are_told(tmp_path, capsys):
         server = served(tmp_path / "records" / release)
         server.release = release
         server.write()
-    status, told, _ = look(tmp_path / "records", tmp_path, capsys)
+    status, printed, _ = look(tmp_path / "records", tmp_path, capsys)
     assert status == 0
-    assert "different vLLM releases: 0.18.1, 0.32.0" in told
+    assert "different vLLM releases: 0.18.1, 0.32.0" in printed
 
 
 def test_without_a_worker_its_time_is_other_and_that_is_told(records, tmp_path, capsys):
     (records / "worker_step.r0.jsonl").unlink()
-    status, told, _ = look(records, tmp_path, capsys)
+    status, printed, _ = look(records, tmp_path, capsys)
     assert status == 0
-    assert "no records of a worker" in told
+    assert "no records of a worker" in printed
     instance = only(records)
     assert instance.steps["model_us"].sum() == 0
     assert instance.steps["other_us"].min() > 1_000
@@ -84,22 +84,22 @@ def test_without_a_worker_its_time_is_other_and_that_is_told(records, tmp_path, 
 def test_a_worker_that_stopped_early_is_told(records, tmp_path, capsys):
     path = records / "worker_step.r0.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:200]))
-    _, told, _ = look(records, tmp_path, capsys)
-    assert "201 of 400 steps have no record of a worker" in told
+    _, printed, _ = look(records, tmp_path, capsys)
+    assert "201 of 400 steps have no record of a worker" in printed
 
 
 def test_no_steps_at_all_is_no_error(server, tmp_path, capsys):
-    status, told, page = look(server.write(), tmp_path, capsys)
+    status, printed, page = look(server.write(), tmp_path, capsys)
     assert status == 0
-    assert "no engine step has ended" in told
+    assert "no engine step has ended" in printed
     assert "no steps" in page
 
 
 def test_steps_that_never_ended_are_counted(records, tmp_path, capsys):
     with (records / "engine_step.jsonl").open("a") as out:
         out.write(json.dumps({"step_id": 400, "t_ns": FIRST_NS * 2}) + "\n")
-    _, told, _ = look(records, tmp_path, capsys)
-    assert "1 steps were scheduled and never ended" in told
+    _, printed, _ = look(records, tmp_path, capsys)
+    assert "1 steps were scheduled and never ended" in printed
 
 
 @pytest.mark.parametrize("jump_ns", [-(10**12), 10**17])
@@ -109,8 +109,8 @@ def test_a_clock_that_jumps_is_counted_and_the_longest_stretch_kept(
     server = served(tmp_path / "records")
     server.requests.clear()
     server.steps[100]["t_ns"] += jump_ns
-    _, told, _ = look(server.write(), tmp_path, capsys)
-    assert "the clock jumped: 10" in told
+    _, printed, _ = look(server.write(), tmp_path, capsys)
+    assert "the clock jumped: 10" in printed
     instance = only(server.folder)
     assert instance.steps["t_ns"].is_sorted()
     assert instance.steps.height >= 299
@@ -121,10 +121,10 @@ def test_records_without_step_timing_v2_are_still_shown(tmp_path, capsys):
     for step in server.steps:
         for name in ("cache_size", "free_blocks", "update_us", "preemptions"):
             del step[name]
-    status, told, _ = look(server.write(), tmp_path, capsys)
+    status, printed, _ = look(server.write(), tmp_path, capsys)
     assert status == 0
-    assert "records without |cache|" in told
-    (line,) = [line for line in told.splitlines() if "1,000 cached blocks" in line]
+    assert "records without |cache|" in printed
+    (line,) = [line for line in printed.splitlines() if "1,000 cached blocks" in line]
     assert "not recorded" in line
 
 
@@ -171,11 +171,11 @@ def test_sampled_steps_say_so_and_split_no_request(tmp_path, capsys):
     server = served(tmp_path / "records")
     server.header["every"] = 10
     server.steps, server.workers = server.steps[::10], server.workers[::10]
-    status, told, _ = look(server.write(), tmp_path, capsys)
+    status, printed, _ = look(server.write(), tmp_path, capsys)
     assert status == 0
-    assert "40 steps, one in 10, in" in told
-    assert "one step in 10 was recorded" in told
-    assert "waited most" not in told
+    assert "40 steps, one in 10, in" in printed
+    assert "one step in 10 was recorded" in printed
+    assert "waited most" not in printed
 
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x1b[31mred \u202egnp.exe \x9b5n \u2028 a\tb"
@@ -196,10 +196,10 @@ def test_control_characters_in_names_are_shown_and_not_obeyed(tmp_path, capsys):
     (folder / HOSTILE).mkdir()
     (folder / HOSTILE / "requests.jsonl").write_text("{")
     assert main([str(folder), "--out", str(tmp_path / "page.html")]) == 2
-    told = capsys.readouterr().out
-    assert "\\x1b]0;owned\\x07" in told
-    assert "\\u202egnp.exe" in told
-    obeyed = set(told) - {"\n"}
+    printed = capsys.readouterr().out
+    assert "\\x1b]0;owned\\x07" in printed
+    assert "\\u202egnp.exe" in printed
+    obeyed = set(printed) - {"\n"}
     assert not [c for c in obeyed if not c.isprintable()]
 
 
@@ -251,7 +251,7 @@ def test_tables_are_as_wide_as_the_terminal(tmp_path, columns):
     os.close(ours)
     assert look.returncode == 0
     shown_lines = shown.decode().splitlines()
-    first = next(i for i, one in enumerate(shown_lines) if one.startswith("us per"))
+    first = next(i for i, line in enumerate(shown_lines) if line.startswith("us per"))
     head, *rows = itertools.takewhile(
         lambda line: not line.startswith("("), shown_lines[first:]
     )

@@ -39,7 +39,7 @@ def read_back(trace: Trace) -> tuple[Slices, dict[str, list[tuple[int, int]]]]:
     slices, counters = defaultdict(list), defaultdict(list)
     stacks = defaultdict(list)
     events = [packet for packet in trace.packet if packet.HasField("track_event")]
-    for packet in sorted(events, key=lambda one: one.timestamp):
+    for packet in sorted(events, key=lambda packet: packet.timestamp):
         event, name = packet.track_event, names[packet.track_event.track_uuid]
         if event.type == TrackEvent.TYPE_SLICE_BEGIN:
             stacks[name].append((event.name, packet.timestamp))
@@ -54,8 +54,8 @@ def read_back(trace: Trace) -> tuple[Slices, dict[str, list[tuple[int, int]]]]:
 def own(tracks: dict, process: str = "records (vLLM 0.18.1)") -> dict:
     start = f"{process}/"
     return {
-        name.removeprefix(start): told
-        for name, told in tracks.items()
+        name.removeprefix(start): track
+        for name, track in tracks.items()
         if name.startswith(start)
     }
 
@@ -74,9 +74,9 @@ def test_every_step_and_call_is_a_slice_as_long_as_it_took(tmp_path):
         ("scheduler.build_connector_meta", server.steps, "build_connector_meta"),
         ("worker.get_finished", server.workers, "get_finished"),
     ):
-        told = sum(end - begin for _, begin, end in slices[track]) / 1e3
+        drawn_us = sum(end - begin for _, begin, end in slices[track]) / 1e3
         truth = sum(record["connector_self_us"][method] for record in records)
-        assert told == pytest.approx(truth, rel=1e-5)
+        assert drawn_us == pytest.approx(truth, rel=1e-5)
     assert Counter(name for name, *_ in slices["scheduler"]) == {
         "schedule()": 120,
         "update_from_output()": 120,
@@ -96,11 +96,11 @@ def test_a_request_has_a_track_from_its_arrival_to_its_end(tmp_path):
     server = served(tmp_path / "records", steps=200)
     slices = own(read_back(traced(server.write()))[0])
     for request in server.requests:
-        told = slices[f"request {request['id']}"]
-        assert min(begin for _, begin, _ in told) == request["arrival_ns"]
+        drawn = slices[f"request {request['id']}"]
+        assert min(begin for _, begin, _ in drawn) == request["arrival_ns"]
         last = server.ends_ns(request["last_step"])
-        assert max(end for *_, end in told) == pytest.approx(last, abs=500)
-        names = Counter(name for name, *_ in told)
+        assert max(end for *_, end in drawn) == pytest.approx(last, abs=500)
+        names = Counter(name for name, *_ in drawn)
         assert names["queued"] == names["first token"] == names["further tokens"] == 1
         assert names["waiting for KV"] == bool(request.get("kv_wait_ns"))
         assert names["preempted"] == bool(request.get("preempted_steps"))
@@ -124,7 +124,7 @@ def test_an_arrow_leads_from_each_request_to_the_step_that_first_scheduled_it(tm
             ("steps", f"step {request['first_step']}"),
             (f"request {request['id']}", "first token"),
         }
-        assert [told for told in ends.values() if wanted <= told]
+        assert [labels for labels in ends.values() if wanted <= labels]
 
 
 def test_a_window_holds_what_has_a_part_in_it(tmp_path):
@@ -180,10 +180,13 @@ def two_hosts(folder: Path, other: dict) -> Path:
     ],
 )
 def test_two_hosts_are_aligned_by_their_wall_clocks(tmp_path, other, apart_s, kinds):
-    found, _ = discover(two_hosts(tmp_path, other))
-    clock = common_clock(found)
+    discovered, _ = discover(two_hosts(tmp_path, other))
+    clock = common_clock(discovered)
     assert [warning.kind for warning in clock.warnings] == kinds
-    since = {one.name: clock.since_zero_ns(one.name, one.first_ns) for one in found}
+    since = {
+        source.name: clock.since_zero_ns(source.name, source.first_ns)
+        for source in discovered
+    }
     assert min(since.values()) == 0
     assert (since["b"] - since["a"]) / 1e9 == pytest.approx(apart_s)
     assert clock.utc.startswith("2001-09-09 ")

@@ -17,7 +17,7 @@ META, FINISHED = "scheduler.build_connector_meta_us", "worker.get_finished_us"
 def read(server: Server) -> tuple[pl.DataFrame, dict]:
     """The table of requests, and the records by id."""
     requests = only(server.write()).requests
-    return requests, {one["id"]: one for one in server.requests}
+    return requests, {request["id"]: request for request in server.requests}
 
 
 def read_row(server: Server) -> dict:
@@ -54,7 +54,7 @@ def walked(server: Server, request: dict, last: int) -> dict[str, float]:
     if moments := request.get("preempted_steps"):
         away = set(range(moments[0], moments[1]))
     first = request["first_step"]
-    found = {"model_us": 0.0, "connector_us": 0.0, "scheduler_us": 0.0}
+    sums = {"model_us": 0.0, "connector_us": 0.0, "scheduler_us": 0.0}
     queued_ns = server.steps[first]["t_ns"] - request["arrival_ns"]
     for step_id in range(first, last + 1):
         step, worker = server.steps[step_id], server.workers[step_id]
@@ -63,12 +63,12 @@ def walked(server: Server, request: dict, last: int) -> dict[str, float]:
             continue
         meta = step["connector_self_us"]["build_connector_meta"]
         finished = worker["connector_self_us"]["get_finished"]
-        found["connector_us"] += meta + finished
-        found["model_us"] += worker["execute_model_us"] - finished
-        found["scheduler_us"] += step["schedule_us"] + step["update_us"] - meta
+        sums["connector_us"] += meta + finished
+        sums["model_us"] += worker["execute_model_us"] - finished
+        sums["scheduler_us"] += step["schedule_us"] + step["update_us"] - meta
     kv = request.get("kv_wait_ns", [0, 0])
     kv_ns = kv[1] - kv[0]
-    return found | {"queued_us": (queued_ns - kv_ns) / 1e3, "kv_wait_us": kv_ns / 1e3}
+    return sums | {"queued_us": (queued_ns - kv_ns) / 1e3, "kv_wait_us": kv_ns / 1e3}
 
 
 @pytest.mark.parametrize("steps", [0, 1])

@@ -243,8 +243,8 @@ def test_a_life_that_was_copied_counts_once(tmp_path, capsys):
     server = served(tmp_path / "records" / "one")
     server.header["life"] = "20261127T202243.759269Z-vm-dp0-30874"
     shutil.copytree(server.write(), tmp_path / "records" / "two")
-    (found,), (warning,) = discover(tmp_path / "records")
-    assert (found.name, warning.place) == ("one", "two")
+    (source,), (warning,) = discover(tmp_path / "records")
+    assert (source.name, warning.place) == ("one", "two")
     assert "a copy of one" in warning.message
 
 
@@ -270,7 +270,7 @@ def test_a_hole_in_a_file_is_a_bad_line(records, file, at, end):
     instance = only(records)
     assert instance.steps.height == 400
     assert instance.requests.height == 50
-    assert {"torn_lines", "bad_lines"} & {one.kind for one in instance.warnings}
+    assert {"torn_lines", "bad_lines"} & {warning.kind for warning in instance.warnings}
 
 
 @pytest.mark.slow

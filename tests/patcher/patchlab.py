@@ -220,12 +220,12 @@ def run_python(tree: Tree, code: str) -> str:
 
 def snapshot(root: Path) -> dict[str, object]:
     """Bytes and mode of every file and mode of every directory, bytecode apart."""
-    found: dict[str, object] = {}
+    caught: dict[str, object] = {}
     for path in sorted(root.rglob("*")):
         name = str(path.relative_to(root))
         mode = path.lstat().st_mode
-        found[name] = (mode, None if path.is_dir() else path.read_bytes())
-    return found
+        caught[name] = (mode, None if path.is_dir() else path.read_bytes())
+    return caught
 
 
 def without_ours(shot: dict[str, object]) -> dict[str, object]:

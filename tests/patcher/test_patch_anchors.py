@@ -68,7 +68,7 @@ def source(text: str | bytes = DEMO) -> Source:
     return Source(tuple(data.splitlines(keepends=True)), "demo.py")
 
 
-def found(scope: str, anchor: str, text: str | bytes = DEMO) -> list[bytes]:
+def matches(scope: str, anchor: str, text: str | bytes = DEMO) -> list[bytes]:
     where = source(text)
     statement = where.find(scope, anchor)
     return list(where.lines[statement.start : statement.end])
@@ -103,7 +103,7 @@ def found(scope: str, anchor: str, text: str | bytes = DEMO) -> list[bytes]:
     ],
 )
 def test_the_statement_is_found_whatever_its_layout(scope, anchor, first, count):
-    lines = found(scope, anchor)
+    lines = matches(scope, anchor)
     assert lines[0].startswith(first)
     assert len(lines) == count
 
@@ -140,9 +140,9 @@ def test_an_ambiguous_anchor_is_refused_with_the_lines():
 
 def test_the_statement_beside_an_ambiguous_one_says_which_is_meant():
     text = "def f():\n    wake()\n\n    # why\n    a = 1\n    wake()\n    b = 2\n"
-    assert found("f", "wake()\na = 1", text)[0] == b"    wake()\n"
-    assert len(found("f", "wake()\na = 1", text)) == 4
-    assert found("f", "wake()\nb = 2", text) == [b"    wake()\n", b"    b = 2\n"]
+    assert matches("f", "wake()\na = 1", text)[0] == b"    wake()\n"
+    assert len(matches("f", "wake()\na = 1", text)) == 4
+    assert matches("f", "wake()\nb = 2", text) == [b"    wake()\n", b"    b = 2\n"]
 
 
 def test_a_compound_statement_with_its_body_is_compared_as_a_whole():
@@ -156,11 +156,11 @@ def test_a_compound_statement_with_its_body_is_compared_as_a_whole():
 
 
 def test_a_getter_and_its_setter_are_told_apart_by_signature_or_decorator():
-    getter = found("Scheduler", "def load(self):", SCHEDULER)
+    getter = matches("Scheduler", "def load(self):", SCHEDULER)
     assert getter[0].strip() == b"@property"
-    setter = found("Scheduler", "@load.setter\ndef load(self, value):", SCHEDULER)
+    setter = matches("Scheduler", "@load.setter\ndef load(self, value):", SCHEDULER)
     assert len(setter) == 3
-    inside = found("Scheduler.load", "self.running = [0] * value", SCHEDULER)
+    inside = matches("Scheduler.load", "self.running = [0] * value", SCHEDULER)
     assert len(inside) == 1
 
 
@@ -178,6 +178,6 @@ def test_indent_is_what_the_tokenizer_sees():
 
 def test_encodings_and_byte_order_mark_do_not_shift_lines():
     latin = "# coding: latin-1\ns = 'é'  # é\nt = 1\n".encode("latin-1")
-    assert found("", "s = 'é'", latin) == latin.splitlines(keepends=True)[1:2]
+    assert matches("", "s = 'é'", latin) == latin.splitlines(keepends=True)[1:2]
     marked = b"\xef\xbb\xbf" + textwrap.dedent("x = 'é'\n").encode()
     assert source(marked).find("", "x = 'é'").start == 0

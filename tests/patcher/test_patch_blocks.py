@@ -157,7 +157,7 @@ def test_half_a_sentinel_beside_the_whole_block_is_text_of_others():
     text = render(lines, [block])
     begin, end = begin_end(text)
     for doubled in (text.replace(begin, begin + begin), text + end):
-        assert [found.text for found in parse(doubled).blocks] == [block.text]
+        assert [parsed.text for parsed in parse(doubled).blocks] == [block.text]
 
 
 @pytest.mark.parametrize("prefix", [b"", b"f", b"rb"])
@@ -166,10 +166,10 @@ def test_a_block_inside_of_a_string_is_text(prefix, quote):
     lines, block = one_block()
     text = render(lines, [block])
     note = b"\nNOTE = %b%b\n%b%b\n" % (prefix, quote, b"".join(block.text), quote)
-    found = parse(text + note)
-    assert found.blocks == (block,)
-    assert b"".join(found.lines).endswith(note)
-    assert render(*found) == text + note
+    parsed = parse(text + note)
+    assert parsed.blocks == (block,)
+    assert b"".join(parsed.lines).endswith(note)
+    assert render(*parsed) == text + note
 
 
 def test_a_block_of_a_known_patch_that_its_manifest_lacks_is_text_of_others():
@@ -195,10 +195,10 @@ def test_whatever_is_no_block_of_ours_is_text_of_others(foreign, case, data):
     places = data.draw(st.lists(st.sampled_from(outside), min_size=2, max_size=2))
     for place, line in zip(sorted(places)[::-1], foreign[::-1], strict=True):
         text.insert(place, line.encode() + b"\n")
-    found = parse(b"".join(text), ours={})
-    assert [b.text for b in found.blocks] == [b.text for b in blocks]
-    assert render(*found) == b"".join(text)
-    left = [line for line in found.lines if line.rstrip().decode("latin1") in foreign]
+    parsed = parse(b"".join(text), ours={})
+    assert [b.text for b in parsed.blocks] == [b.text for b in blocks]
+    assert render(*parsed) == b"".join(text)
+    left = [line for line in parsed.lines if line.rstrip().decode("latin1") in foreign]
     assert len(left) >= 2
 
 
@@ -210,18 +210,18 @@ def test_a_foreign_block_anywhere_in_a_block_of_ours_goes_below_or_above(foreign
     block = make_block(("ours", "x"), lines, (1, 2), b"    ", code)
     own = render(lines, [block]).splitlines(keepends=True)
     theirs = [f"    {line}\n".encode() for line in (foreign[0], "v = 1", foreign[1])]
-    found = parse(b"".join([*own[: 2 + at], *theirs, *own[2 + at :]]), ours=OURS)
-    assert [b.text for b in found.blocks] == [block.text]
-    assert not found.blocks[0].edited
+    parsed = parse(b"".join([*own[: 2 + at], *theirs, *own[2 + at :]]), ours=OURS)
+    assert [b.text for b in parsed.blocks] == [block.text]
+    assert not parsed.blocks[0].edited
     around = [*theirs, lines[1]] if at == 0 else [lines[1], *theirs]
-    assert found.lines == (lines[0], *around)
+    assert parsed.lines == (lines[0], *around)
     # Deeper in our code it gets our indent; if it uses what ours binds, it cannot.
     deeper = [b"    " + line for line in theirs]
-    found = parse(b"".join([*own[: 2 + at], *deeper, *own[2 + at :]]), ours=OURS)
-    assert (found.lines, found.blocks[0].edited) == ((lines[0], *around), False)
+    parsed = parse(b"".join([*own[: 2 + at], *deeper, *own[2 + at :]]), ours=OURS)
+    assert (parsed.lines, parsed.blocks[0].edited) == ((lines[0], *around), False)
     deeper[1] = deeper[1].replace(b"v = 1", b"v = c")
-    found = parse(b"".join([*own[: 2 + at], *deeper, *own[2 + at :]]), ours=OURS)
-    assert found.blocks[0].edited
+    parsed = parse(b"".join([*own[: 2 + at], *deeper, *own[2 + at :]]), ours=OURS)
+    assert parsed.blocks[0].edited
 
 
 ADDED = Added("v1/new.py", ("a", "b"), b"x = 1\n")

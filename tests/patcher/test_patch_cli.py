@@ -200,8 +200,8 @@ def test_set_gives_a_parameter_and_status_shows_it(run, tree):
 )
 def test_refusals_and_wrong_usage_return_2_and_change_nothing(run, tree, argv, said):
     before = snapshot(tree.root)
-    found, out, err = run(*argv.split())
-    assert (found, out) == (2, "")
+    code, out, err = run(*argv.split())
+    assert (code, out) == (2, "")
     assert said in err
     assert snapshot(tree.root) == before
 

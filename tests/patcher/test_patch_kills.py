@@ -309,10 +309,10 @@ def test_an_edit_made_while_a_call_works_is_kept(two_calls, path, monkeypatch):
     plan = engine.plan_apply
 
     def edited_meanwhile(*args, **options):
-        found = plan(*args, **options)
+        planned = plan(*args, **options)
         (root / path).parent.mkdir(exist_ok=True)
         (root / path).write_bytes(b"mine = 1\n")
-        return found
+        return planned
 
     monkeypatch.setattr(engine, "plan_apply", edited_meanwhile)
     with pytest.raises(LockedError, match=rf"somebody has changed {re.escape(path)}"):

@@ -73,8 +73,8 @@ def test_the_tree_depends_only_on_which_patches_are_in_it(lab, calls):
                 revert(tree, names)
                 there -= set(names)
             assert snapshot(tree.root) == expected[frozenset(there)]
-            found = {n for n, s in status(tree).items() if s.state == "applied"}
-            assert found == there
+            applied = {n for n, s in status(tree).items() if s.state == "applied"}
+            assert applied == there
     finally:
         revert(tree, NAMES)
     assert snapshot(tree.root) == expected[frozenset()]
@@ -157,8 +157,8 @@ def test_a_parameter_is_replaced_in_one_go(tree, patches):
     plan = apply(tree, [patches["beta"]], {"LIMIT": 250})
     assert [change.path for change in plan.changes] == ["scheduler.py"]
     assert "beta_in = 250\n" in (tree.root / "scheduler.py").read_text()
-    found = status(tree, patches.values())["beta"]
-    assert (found.state, found.parameters) == ("applied", {"LIMIT": 250})
+    state = status(tree, patches.values())["beta"]
+    assert (state.state, state.parameters) == ("applied", {"LIMIT": 250})
     apply(tree, [patches["beta"]])
     assert snapshot(tree.root) == first
 
@@ -290,8 +290,8 @@ def test_status_tells_partial_edited_and_outdated_apart(tree, patches, tmp_path)
         ],
     )
     assert status(tree, [newer])["alpha"].state == "outdated"
-    found = status(tree)["alpha"]
-    assert (found.state, found.sha256) == ("applied", None)
+    state = status(tree)["alpha"]
+    assert (state.state, state.sha256) == ("applied", None)
 
 
 def test_diff_shows_the_effect_whether_or_not_it_is_applied(tree, patches):
@@ -394,7 +394,7 @@ def earlier(request, tree):
 def test_all_patches_are_seen_and_come_out_in_any_order(earlier):
     tree, before = earlier
     patched = {path: content for path, (_, content) in snapshot(tree.root).items()}
-    assert {name: found.state for name, found in status(tree).items()} == dict.fromkeys(
+    assert {name: state.state for name, state in status(tree).items()} == dict.fromkeys(
         APPLIED, "applied"
     )
     for order in itertools.permutations(APPLIED):

@@ -97,10 +97,10 @@ def test_one_bad_block_or_file_refuses_all(tree, tmp_path, bad, files, error, ma
 def test_a_file_that_another_patch_adds_is_neither_added_otherwise_nor_changed(
     tree, tmp_path, second, match
 ):
-    one = make_patch(tmp_path / "p", "one", [], NEW)
+    patch = make_patch(tmp_path / "p", "one", [], NEW)
     two = make_patch(tmp_path / "p", "two", *second)
-    refused(tree, ConflictError, match, lambda: apply(tree, [one, two]))
-    apply(tree, [one])
+    refused(tree, ConflictError, match, lambda: apply(tree, [patch, two]))
+    apply(tree, [patch])
     refused(tree, ConflictError, "one", lambda: apply(tree, [two]))
 
 

@@ -55,19 +55,19 @@ def vllm(memory_folder):
 
 def headers(tree: Tree, path: str) -> list[tuple[str, str]]:
     """(scope, anchor text) of every statement in a file, none left out."""
-    found = []
+    matches = []
 
     def walk(node: ast.AST, scope: str) -> None:
         for child in ast.iter_child_nodes(node):
             inner = scope
             if isinstance(child, ast.stmt):
-                found.append((scope, header(child)))
+                matches.append((scope, header(child)))
                 if isinstance(child, (ast.FunctionDef, ast.ClassDef)):
                     inner = f"{scope}.{child.name}".lstrip(".")
             walk(child, inner)
 
     walk(ast.parse((tree.root / path).read_bytes()), "")
-    return found
+    return matches
 
 
 def header(node: ast.stmt) -> str:
@@ -132,7 +132,7 @@ def test_every_statement_that_is_unique_in_its_scope_is_found(vllm):
         lines = parse((vllm.root / path).read_bytes()).lines
         source = Source(lines, path)
         entries = headers(vllm, path)
-        found = unique = 0
+        anchors = unique = 0
         for entry, count in Counter(entries).items():
             if count > 1:
                 continue
@@ -141,10 +141,10 @@ def test_every_statement_that_is_unique_in_its_scope_is_found(vllm):
                 statement = source.find(*entry)
             except AnchorError:
                 continue
-            found += 1
+            anchors += 1
             text = b"".join(lines[statement.start : statement.end])
             tree = ast.parse(b"if 1:\n" + text if statement.indent else text)
             node = tree.body[0].body[0] if statement.indent else tree.body[0]
             assert header(node) == entry[1]
         # Not found are elif branches and one-name definitions in two branches.
-        assert found >= 0.95 * unique, (path, found, unique)
+        assert anchors >= 0.95 * unique, (path, anchors, unique)

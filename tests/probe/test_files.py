@@ -82,9 +82,9 @@ def test_files_stay_below_the_limit_and_hold_the_newest_steps(place, monkeypatch
     assert {part.name for part in parts} == {"engine_step.jsonl", "engine_step.jsonl.1"}
     # A flush may go over a half by what it writes.
     assert sum(part.stat().st_size for part in parts) < MOST_MB * 1e6 * 1.2
-    found = step_ids(place)
-    assert found == list(range(found[0], 2_000))
-    assert 100 < len(found) < 2_000
+    ids = step_ids(place)
+    assert ids == list(range(ids[0], 2_000))
+    assert 100 < len(ids) < 2_000
     assert not file._failed_s
     first, second = (json.loads(part.read_text().partition("\n")[0]) for part in parts)
     for name in ("schema", "life", "pid", "methods"):

@@ -120,20 +120,20 @@ def test_own_times_add_up_to_the_time_of_the_outermost_call(tree):
         began = now
         own[METHODS[method]] += us
         counts[METHODS[method]] += 1
-        for one in inner:
-            now = call(one, now)
+        for child in inner:
+            now = call(child, now)
         now += us
         calls.append((method, 1, began, now))
         return now
 
     whole = call(tree, 0)
-    found = filled(*calls)
+    record = filled(*calls)
     names = [name for name, count in counts.items() if count]
-    field = {"build_connector_meta": found["field"]} if "field" in found else {}
-    own_us = {n: found.get("self_us", {}).get(n, field.get(n)) for n in names}
+    field = {"build_connector_meta": record["field"]} if "field" in record else {}
+    own_us = {n: record.get("self_us", {}).get(n, field.get(n)) for n in names}
     assert own_us == {name: own[name] for name in names}
     assert sum(own_us.values()) == whole
-    assert {n: found.get("calls", {}).get(n, 1) for n in names} == {
+    assert {n: record.get("calls", {}).get(n, 1) for n in names} == {
         name: counts[name] for name in names
     }
 
@@ -595,6 +595,8 @@ def test_a_number_of_steps_is_read_and_any_other_text_is_the_default(
 ):
     monkeypatch.setenv("EVERY", text)
     messages: list[str] = []
-    monkeypatch.setattr(settings.logger, "error", lambda *told: messages.append(told))
+    monkeypatch.setattr(
+        settings.logger, "error", lambda *arguments: messages.append(arguments)
+    )
     assert settings.whole_number("EVERY", 16) == expected
     assert bool(messages) == (text != "" and expected == 16)

@@ -49,7 +49,7 @@ class Opened:
     """A page, and what it printed, failed at and asked for."""
 
     page: Page
-    told: list[str] = field(default_factory=list)
+    printed: list[str] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
 
 
@@ -63,17 +63,17 @@ def open_page(browser: Browser, tmp_path: Path):
         path.write_text(text, encoding="utf-8")
         context = browser.new_context(**options)
         context.set_default_timeout(NEVER_MS)
-        one = Opened(context.new_page())
-        opened.append(one)
-        one.page.on("console", lambda message: one.told.append(message.text))
-        one.page.on("pageerror", lambda error: one.told.append(str(error)))
-        one.page.on("request", lambda request: one.asked.append(request.url))
-        one.page.goto(path.as_uri())
-        return one.page
+        view = Opened(context.new_page())
+        opened.append(view)
+        view.page.on("console", lambda message: view.printed.append(message.text))
+        view.page.on("pageerror", lambda error: view.printed.append(str(error)))
+        view.page.on("request", lambda request: view.asked.append(request.url))
+        view.page.goto(path.as_uri())
+        return view.page
 
     yield open_text
-    for number, one in enumerate(opened):
-        one.page.context.close()
-        assert one.told == []
+    for number, view in enumerate(opened):
+        view.page.context.close()
+        assert view.printed == []
         own = (tmp_path / f"page{number}.html").as_uri()
-        assert [url for url in one.asked if not url.startswith(("blob:", own))] == []
+        assert [url for url in view.asked if not url.startswith(("blob:", own))] == []

@@ -119,9 +119,13 @@ def test_axe_finds_no_serious_fault(open_page, scheme):
     shown = whole_page()
     page = open_page(render.html(shown), color_scheme=scheme)
     page.locator("details:not([open]) > summary").first.click()
-    found = Axe().run(page).response["violations"]
-    bad = [one for one in found if one["impact"] in ("serious", "critical")]
-    assert [(one["id"], one["nodes"][0]["html"]) for one in bad] == []
+    violations = Axe().run(page).response["violations"]
+    bad = [
+        violation
+        for violation in violations
+        if violation["impact"] in ("serious", "critical")
+    ]
+    assert [(violation["id"], violation["nodes"][0]["html"]) for violation in bad] == []
 
 
 def test_a_phone_shows_it_without_scrolling_sideways(open_page):
@@ -157,11 +161,11 @@ def test_hostile_text_stays_text(open_page, text):
 
 
 def direct(line: TimeLine, begin_s: float, end_s: float) -> set[str]:
-    told = line.requests
+    requests = line.requests
     return {
         name
         for name, arrived, ended in zip(
-            told.ids, told.arrival_s, told.end_s, strict=True
+            requests.ids, requests.arrival_s, requests.end_s, strict=True
         )
         if arrived <= end_s and ended >= begin_s
     }
@@ -185,7 +189,7 @@ def test_dragging_gives_the_requests_of_that_window(open_page):
     page.mouse.down()
     page.mouse.move(box["x"] + 0.4 * box["width"], middle, steps=5)
     page.mouse.up()
-    begin_s, end_s = (float(one.input_value()) for one in page.locator("input").all())
+    begin_s, end_s = (float(box.input_value()) for box in page.locator("input").all())
     assert 25 < begin_s < 35 < end_s < 45
     within = direct(line, begin_s, end_s)
     assert 0 < len(within) < 60
@@ -274,15 +278,15 @@ def test_clicking_a_step_shows_its_parts(open_page):
 def test_a_figure_can_be_saved_as_csv_and_png(open_page):
     line = time_line()
     page = open_page(render.html(whole_page(sections=[line])))
-    with page.expect_download() as found:
+    with page.expect_download() as saved:
         page.get_by_role("button", name="Save as CSV").first.click()
-    rows = list(csv.reader(io.StringIO(found.value.path().read_text())))
+    rows = list(csv.reader(io.StringIO(saved.value.path().read_text())))
     assert rows[0][:4] == ["s", "steps", "model", "worker.get_finished"]
     assert len(rows) == 201
     assert float(rows[5][2]) == pytest.approx(line.parts["model"][4])
-    with page.expect_download() as found:
+    with page.expect_download() as saved:
         page.get_by_role("button", name="Save as PNG").first.click()
-    content = found.value.path().read_bytes()
+    content = saved.value.path().read_bytes()
     width, height = struct.unpack(">II", content[16:24])
     assert content[:4] == b"\x89PNG"
     assert width > 500
@@ -292,9 +296,9 @@ def test_a_figure_can_be_saved_as_csv_and_png(open_page):
 def test_a_saved_cell_runs_nothing_in_a_spreadsheet(open_page):
     table = Table(title="t", columns=["a"], rows=[["=1+1"], ['say "x", y']])
     page = open_page(render.html(whole_page(sections=[table])))
-    with page.expect_download() as found:
+    with page.expect_download() as saved:
         page.get_by_role("button", name="Save as CSV").click()
-    assert found.value.path().read_text() == 'a\n\'=1+1\n"say ""x"", y"\n'
+    assert saved.value.path().read_text() == 'a\n\'=1+1\n"say ""x"", y"\n'
 
 
 def test_a_page_of_any_length_is_shown_at_once_and_answers_at_once(open_page):

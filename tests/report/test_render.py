@@ -145,11 +145,11 @@ UPLOT_SHA256 = {
 
 
 def test_the_files_of_uplot_are_those_that_its_authors_published():
-    found = {
+    shown = {
         name: hashlib.sha256((render.UPLOT / name).read_bytes()).hexdigest()
         for name in UPLOT_SHA256
     }
-    assert found == UPLOT_SHA256
+    assert shown == UPLOT_SHA256
 
 
 def figure(*places: int | None) -> Figure:

@@ -92,9 +92,9 @@ figures = st.floats(0.01, 1e6)
 
 
 @given(figures, figures)
-def test_which_of_two_figures_is_the_studys_makes_no_difference(one, other):
-    assert agrees(one, other) == agrees(other, one) == agrees(-one, -other)
-    assert not agrees(one, -other)
+def test_which_of_two_figures_is_the_studys_makes_no_difference(value, other):
+    assert agrees(value, other) == agrees(other, value) == agrees(-value, -other)
+    assert not agrees(value, -other)
 
 
 @given(figures, st.floats(1.001, 10))
@@ -155,11 +155,11 @@ def test_a_run_of_another_experiment_is_refused_by_name(tmp_path):
 
 def test_the_profile_is_the_fit_and_holds_at_every_measured_length():
     assert forward.PROFILE.forward is not None
-    fitted, found = forward.fit(), forward.PROFILE.forward
+    fitted, committed = forward.fit(), forward.PROFILE.forward
     assert fitted[1:] == (
-        found.forward_us,
-        found.us_per_token,
-        found.us_per_context_token,
+        committed.forward_us,
+        committed.us_per_token,
+        committed.us_per_context_token,
     )
     assert fitted.path_us == forward.HOST.requests.to_engine.base_us
     beside = forward.rows()
@@ -178,8 +178,8 @@ def test_sources_that_take_a_tenth_more_at_all_levels_are_a_ratio_of_1_1():
     build, sources = (
         Measured({"cache": {"step_us": us.tolist()}}) for us in (passes, 1.1 * passes)
     )
-    found = observatory.ratio(sources, build, "cache")
-    assert (found.value, *found.ci95) == pytest.approx((1.1, 1.1, 1.1))
+    quotient = observatory.ratio(sources, build, "cache")
+    assert (quotient.value, *quotient.ci95) == pytest.approx((1.1, 1.1, 1.1))
 
 
 # reference_study: the twin of its sample has its figures.
@@ -194,9 +194,9 @@ def test_the_committed_trace_is_the_sample():
 @pytest.mark.parametrize("seed", [42, 0, 1])
 def test_every_figure_is_within_its_tolerance(seed):
     """Of other seeds the first 200 are another draw of the same population."""
-    found = sample.figures(sampled_requests(seed))
-    held = [figure for figure in found if figure.tolerance is not None]
-    assert len(held) == len(found) - 1
+    sampled = sample.figures(sampled_requests(seed))
+    held = [figure for figure in sampled if figure.tolerance is not None]
+    assert len(held) == len(sampled) - 1
     off = {
         (figure.population, figure.name): figure.here
         for figure in held

@@ -203,8 +203,8 @@ def _write(
     )
     header = ReplayHeader(scheduled=len(requests), sessions=truth.sessions)
     lines(folder / "replay.jsonl", [header, *requests, end])
-    told = DecisionsHeader(policy=truth.policy, parameters=truth.parameters)
-    lines(folder / "decisions.jsonl", [told, *decisions])
+    believed = DecisionsHeader(policy=truth.policy, parameters=truth.parameters)
+    lines(folder / "decisions.jsonl", [believed, *decisions])
     arm = ArmRecord(
         experiment="synthetic",
         arm=truth.arm,
@@ -247,7 +247,9 @@ def prom(queries: int, hits: int) -> str:
 
 
 def lines(path: Path, records: list[Any]) -> None:
-    path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in records))
+    path.write_bytes(
+        b"".join(msgspec.json.encode(record) + b"\n" for record in records)
+    )
 
 
 def text_of(analysis: Analysis) -> str:

@@ -33,8 +33,8 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
         offsets = rng.normal(10, 2, 60)
         values = (offsets[:, None] + rng.normal(0, 1, (60, 5))).ravel()
         sessions = pl.Series([f"s{i}" for i in range(60) for _ in range(5)])
-        found = SessionDraws(sessions).quantiles(pl.Series(values), sessions)
-        low, high = found["p50"].ci95
+        computed = SessionDraws(sessions).quantiles(pl.Series(values), sessions)
+        low, high = computed["p50"].ci95
         held += low <= 10 <= high
     assert 0.88 <= held / 150 <= 0.995
 
@@ -43,16 +43,16 @@ def test_few_sessions_give_a_value_and_no_interval() -> None:
     few = 7
     sessions = pl.Series([f"s{i}" for i in range(few) for _ in range(20)])
     values = pl.Series(np.arange(few * 20.0))
-    found = SessionDraws(sessions).quantiles(values, sessions)
-    assert estimate(found["p50"], 4).ci95 is None
-    assert estimate(found["p50"], 4).value == (few * 20) // 2 - 1
+    medians = SessionDraws(sessions).quantiles(values, sessions)
+    assert estimate(medians["p50"], 4).ci95 is None
+    assert estimate(medians["p50"], 4).value == (few * 20) // 2 - 1
 
 
 def test_a_p99_of_few_requests_is_not_stated() -> None:
     sessions = pl.Series([f"s{i}" for i in range(99)])
-    found = SessionDraws(sessions).quantiles(pl.Series(np.arange(99.0)), sessions)
-    assert found["p99"] is None
-    assert found["p90"] is not None
+    medians = SessionDraws(sessions).quantiles(pl.Series(np.arange(99.0)), sessions)
+    assert medians["p99"] is None
+    assert medians["p90"] is not None
 
 
 def test_arms_are_compared_on_the_requests_that_all_of_them_have() -> None:
@@ -115,16 +115,16 @@ def lively(seed: int) -> np.ndarray:
 
 def test_equal_arms_do_not_differ_at_all() -> None:
     values = lively(1)
-    found = paired(two_arms(values, values), "a", "b")["e2e_ms"]
-    assert found.n == values.size
-    assert found.percent == Estimate(0.0, (0.0, 0.0))
-    assert found.faster == Estimate(0.0, (0.0, 0.0))
+    e2e = paired(two_arms(values, values), "a", "b")["e2e_ms"]
+    assert e2e.n == values.size
+    assert e2e.percent == Estimate(0.0, (0.0, 0.0))
+    assert e2e.faster == Estimate(0.0, (0.0, 0.0))
 
 
 def test_half_a_percent_is_seen_through_any_noise_that_both_have() -> None:
     values = lively(2)
-    found = paired(two_arms(1.005 * values, values), "a", "b")["e2e_ms"]
-    assert found.percent == Estimate(0.5, (0.5, 0.5))
+    e2e = paired(two_arms(1.005 * values, values), "a", "b")["e2e_ms"]
+    assert e2e.percent == Estimate(0.5, (0.5, 0.5))
     faster = paired(two_arms(0.995 * values, values), "a", "b")["e2e_ms"].faster
     assert faster == Estimate(100.0, (100.0, 100.0))
 
@@ -138,8 +138,8 @@ def test_intervals_hold_the_truth_where_sessions_are_hit_differently() -> None:
         shape = (REPEATS, SESSIONS, 1)
         factors = rng.normal(1.1, 0.1, (1, SESSIONS, 1)) + rng.normal(0, 0.05, shape)
         theirs = rng.lognormal(5, 0.3, (REPEATS, SESSIONS, TURNS))
-        found = paired(two_arms(factors * theirs, theirs), "a", "b")["e2e_ms"]
-        low, high = found.percent.ci95
+        e2e = paired(two_arms(factors * theirs, theirs), "a", "b")["e2e_ms"]
+        low, high = e2e.percent.ci95
         held += low <= 10 <= high
     assert 88 <= held <= 100
 
@@ -166,8 +166,8 @@ def test_a_paired_interval_holds_the_truth_though_orders_have_an_effect_of_their
 
 def test_one_repeat_has_no_interval() -> None:
     values = lively(4)[:1]
-    found = paired(two_arms(1.1 * values, values), "a", "b")["e2e_ms"].percent
-    assert found == Estimate(10.0)
+    percent = paired(two_arms(1.1 * values, values), "a", "b")["e2e_ms"].percent
+    assert percent == Estimate(10.0)
 
 
 def test_only_requests_that_ended_ok_in_both_are_compared() -> None:
@@ -176,8 +176,8 @@ def test_only_requests_that_ended_ok_in_both_are_compared() -> None:
     frame = two_arms(values, values).with_columns(
         status=pl.when(lost).then(pl.lit("failed")).otherwise("status")
     )
-    found = paired(frame, "a", "b")["e2e_ms"]
-    assert found.n == values.size - REPEATS * TURNS
+    e2e = paired(frame, "a", "b")["e2e_ms"]
+    assert e2e.n == values.size - REPEATS * TURNS
 
 
 SESSIONS, TURNS = 30, 4
@@ -224,9 +224,9 @@ def simulated(
 def interval(requests: pl.DataFrame) -> tuple[list[float], list[float]]:
     """Interval of `other` against `base` in %, and the reach of the A/A pair."""
     draws, spreads = SessionDraws(requests["session"]), Spreads(requests, ARMS)
-    found = percent_differences(requests, "base", "other", draws, spreads)
+    differences = percent_differences(requests, "base", "other", draws, spreads)
     reach = spreads.reach_percent("other", "base", "tpot_ms", "p50")
-    return found["tpot_ms"]["p50"].ci95, reach
+    return differences["tpot_ms"]["p50"].ci95, reach
 
 
 @pytest.mark.slow
@@ -333,20 +333,20 @@ def test_a_difference_is_in_percent_of_the_baseline(ours, theirs, percent) -> No
     frame = runs_at({"base": [theirs, theirs], "other": [ours, ours]})
     draws = SessionDraws(frame["session"])
     spreads = Spreads(frame, {arm: Alike(8, arm) for arm in ("base", "other")})
-    found = percent_differences(frame, "base", "other", draws, spreads)["tpot_ms"]
-    assert found["p50"] == Estimate(percent, (percent, percent))
+    tpot = percent_differences(frame, "base", "other", draws, spreads)["tpot_ms"]
+    assert tpot["p50"] == Estimate(percent, (percent, percent))
 
 
 def test_pairs_compare_means_and_count_the_faster_requests() -> None:
     """In each of two repeats 10 sessions of 100 ms: half take 50 ms, half 170."""
     theirs = np.full((2, 10, 1), 100.0)
     ours = np.where(np.arange(10)[None, :, None] % 2, 50.0, 170.0) + np.zeros((2, 1, 1))
-    found = paired(two_arms(ours, theirs), "a", "b")["e2e_ms"]
+    e2e = paired(two_arms(ours, theirs), "a", "b")["e2e_ms"]
     back = paired(two_arms(theirs, ours), "a", "b")["e2e_ms"]
     # Arm a is `ours` and b the baseline: 110 on average, 10 of 20 are faster.
-    assert (found.n, found.percent.value, found.faster.value) == (20, 10.0, 50.0)
+    assert (e2e.n, e2e.percent.value, e2e.faster.value) == (20, 10.0, 50.0)
     assert back.percent.value == pytest.approx(100 * (100 / 110 - 1), abs=1e-3)
-    assert found.percent.low < 10.0 < found.percent.high
+    assert e2e.percent.low < 10.0 < e2e.percent.high
 
 
 @pytest.mark.parametrize(
@@ -366,8 +366,8 @@ def test_pairs_are_of_the_steady_window_if_it_has_enough(steady, n, percent) -> 
         for arm in AB
         for number in range(100)
     ]
-    found = paired(requests(rows), "a", "b")["e2e_ms"]
-    assert (found.n, found.percent.value) == (n, percent)
+    e2e = paired(requests(rows), "a", "b")["e2e_ms"]
+    assert (e2e.n, e2e.percent.value) == (n, percent)
 
 
 ends = st.floats(-99, 900, allow_nan=False)

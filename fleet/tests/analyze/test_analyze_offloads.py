@@ -42,7 +42,7 @@ def decision(number: int, reason: str = "pinned", **more: object) -> DecisionRec
         Candidate("i0", "both", 2, 900, 0, 0),
         Candidate("i1", "both", *[0] * 4),
     ]
-    told = {
+    recorded = {
         "id": f"s{number}/0",
         "number": number,
         "attempt": 0,
@@ -59,7 +59,7 @@ def decision(number: int, reason: str = "pinned", **more: object) -> DecisionRec
         "snapshot": Snapshot(candidates, "i0", number, 0),
         "decision_us": 1.0,
     }
-    return DecisionRecord(reason=reason, **told | more)
+    return DecisionRecord(reason=reason, **recorded | more)
 
 
 def ended(number: int, offload: Offload | None) -> DecisionEnd:
@@ -103,18 +103,18 @@ def test_offloads_are_counted_by_what_became_of_them() -> None:
     requests[3].id, requests[3].session = "sä/0", "sä"
     run = arm(decisions, ends, requests)
     frame = requests_frame([run])
-    found = offloads([run], frame, SessionDraws(frame["session"]))
-    assert (found.requests, found.begun, found.used) == (16, 12, 10)
-    assert found.failures == {"prefill_slow": 1, "resting": 1}
-    assert found.kept == {
+    tables = offloads([run], frame, SessionDraws(frame["session"]))
+    assert (tables.requests, tables.begun, tables.used) == (16, 12, 10)
+    assert tables.failures == {"prefill_slow": 1, "resting": 1}
+    assert tables.kept == {
         "an instance is overloaded": 2,
         "2 offloads under way": 1,
     }
-    p50 = {phase: levels["p50"].value for phase, levels in found.phases_ms.items()}
+    p50 = {phase: levels["p50"].value for phase, levels in tables.phases_ms.items()}
     assert p50["handover"] == 20
     assert 104 <= p50["prefill"] <= 105
     assert p50["total"] == p50["prefill"] + 20
-    low, high = found.phases_ms["prefill"]["p50"].ci95
+    low, high = tables.phases_ms["prefill"]["p50"].ci95
     assert 100 <= low < 104.5 < high <= 109
 
 
@@ -192,14 +192,14 @@ def engine(
 ) -> None:
     """`steps`: their first and last moment, in ms."""
     folder.mkdir(parents=True)
-    told = {"schema": "kvtax.engine_step/1"} | header
+    head = {"schema": "kvtax.engine_step/1"} | header
     records = [
         {"step_id": step, "t_ns": begin * MS, "step_us": 1e3 * (end - begin)}
         for step, (begin, end) in steps.items()
     ]
-    lines(folder / "engine_step.jsonl", [told, *records])
-    told = {"schema": "kvtax.engine_request/1", "ids": "hashed"} | header
-    lines(folder / "engine_request.jsonl", [told, *requests])
+    lines(folder / "engine_step.jsonl", [head, *records])
+    head = {"schema": "kvtax.engine_request/1", "ids": "hashed"} | header
+    lines(folder / "engine_request.jsonl", [head, *requests])
 
 
 def request(arrival_ms: int, first: int, token: int, *waits_ms: int, **more) -> dict:
@@ -209,13 +209,13 @@ def request(arrival_ms: int, first: int, token: int, *waits_ms: int, **more) -> 
         "prompt_tokens": 9,
         "first_step": first,
         "first_token_step": token,
-        "kv_wait_ns": [one * MS for one in waits_ms],
+        "kv_wait_ns": [ms * MS for ms in waits_ms],
     } | more
 
 
 def run(folder: Path, **offload: object) -> ArmRun:
-    told = Offload("p", 0, **offload)
-    end = DecisionEnd(ID, 0, "sä", instance="d", prefill_instance="p", offload=told)
+    chosen = Offload("p", 0, **offload)
+    end = DecisionEnd(ID, 0, "sä", instance="d", prefill_instance="p", offload=chosen)
     info = ArmRecord(arm="a", repeat=2, status="ok")
     return ArmRun(folder, info, [], None, [], [end], {}, 0)
 

@@ -81,14 +81,14 @@ def test_imbalance_is_max_over_min_and_counts_a_prompt_where_it_was_computed() -
             {"instance": "a", "prefill_instance": "b", "usage_completion_tokens": 30},
         ]
     )
-    found = token_imbalance(frame, AB)
-    assert found == Imbalance({"a": 150, "b": 100}, 1.5)
+    imbalance = token_imbalance(frame, AB)
+    assert imbalance == Imbalance({"a": 150, "b": 100}, 1.5)
 
 
 def test_an_idle_instance_has_no_ratio() -> None:
-    found = token_imbalance(requests([{"instance": "a"}]), AB)
-    assert found.tokens["b"] == 0
-    assert found.max_over_min is None
+    imbalance = token_imbalance(requests([{"instance": "a"}]), AB)
+    assert imbalance.tokens["b"] == 0
+    assert imbalance.max_over_min is None
 
 
 def test_hotspot_is_time_weighted_and_ignores_idle_time() -> None:
@@ -115,10 +115,10 @@ def test_a_session_lives_where_its_last_request_went() -> None:
             {"instance": "b", "sent_ns": 4 * SECOND, "end_ns": 6 * SECOND, "turn": 1},
         ]
     )
-    found = accumulation(frame, AB)
-    assert found.sessions["a"] == Held(0.67, 1)
-    assert found.sessions["b"] == Held(0.33, 1)
-    assert found.sessions_skew == Skew(2.0, 2.0)
+    added = accumulation(frame, AB)
+    assert added.sessions["a"] == Held(0.67, 1)
+    assert added.sessions["b"] == Held(0.33, 1)
+    assert added.sessions_skew == Skew(2.0, 2.0)
 
 
 def test_interference_finds_the_slope_that_was_put_in() -> None:
@@ -132,11 +132,11 @@ def test_interference_finds_the_slope_that_was_put_in() -> None:
             "tpot_ms": 8 + 0.25 * x + rng.normal(0, 1, 600),
         }
     )
-    found = interference(points, SessionDraws(points["session"]))
-    low, high = found.slope_ms_per_ktoken.ci95
+    slope = interference(points, SessionDraws(points["session"]))
+    low, high = slope.slope_ms_per_ktoken.ci95
     assert low < 0.25 < high
     assert high - low < 0.08
-    assert found.base_ms == pytest.approx(8, abs=0.3)
+    assert slope.base_ms == pytest.approx(8, abs=0.3)
 
 
 def test_interference_sees_only_prefill_beside_the_decode() -> None:
@@ -155,8 +155,8 @@ def test_interference_sees_only_prefill_beside_the_decode() -> None:
             },
         ]
     )
-    found = prefill_points(frame, AB)["prefill_ktokens"].to_list()
-    assert found == [5.0, 0.0]
+    ktokens = prefill_points(frame, AB)["prefill_ktokens"].to_list()
+    assert ktokens == [5.0, 0.0]
 
 
 def test_without_prefill_beside_it_there_is_no_slope() -> None:
@@ -225,30 +225,30 @@ def arm_of(before: str, after: str) -> ArmRun:
 
 def test_apc_is_the_rise_of_the_counters() -> None:
     frame = requests([{"instance": "a", "cached_tokens": 300}])
-    found = apc(arm_of(prom(5_000, 1_200), prom(6_000, 1_500)), frame)
-    assert found.instances["a"].apc == found.overall.apc == 0.3
-    assert found.overall.agrees
+    hits = apc(arm_of(prom(5_000, 1_200), prom(6_000, 1_500)), frame)
+    assert hits.instances["a"].apc == hits.overall.apc == 0.3
+    assert hits.overall.agrees
 
 
 def test_a_failed_request_may_explain_hits_that_no_usage_tells() -> None:
     counters = arm_of(prom(100, 100), prom(1_100, 900))
-    told = {"instance": "a", "cached_tokens": 300}
+    reported = {"instance": "a", "cached_tokens": 300}
     lost = {"instance": "a", "status": "failed", "input_tokens": 500}
-    assert apc(counters, requests([told, lost])).overall.agrees is True
-    assert apc(counters, requests([told])).overall.agrees is False
+    assert apc(counters, requests([reported, lost])).overall.agrees is True
+    assert apc(counters, requests([reported])).overall.agrees is False
 
 
 def test_counters_that_went_back_give_no_apc() -> None:
     frame = requests([{"instance": "a", "cached_tokens": 300}])
-    found = apc(arm_of(prom(5_000, 1_200), prom(6_000, 900)), frame)
-    assert found.overall.apc is None
-    assert found.instances["a"].queries is None
+    hits = apc(arm_of(prom(5_000, 1_200), prom(6_000, 900)), frame)
+    assert hits.overall.apc is None
+    assert hits.instances["a"].queries is None
 
 
 def test_an_arm_that_offloads_cannot_be_checked() -> None:
     row = {"instance": "a", "prefill_instance": "b", "cached_tokens": 0}
-    found = apc(arm_of(prom(100, 100), prom(1_100, 900)), requests([row]))
-    assert found.overall.agrees is None
+    hits = apc(arm_of(prom(100, 100), prom(1_100, 900)), requests([row]))
+    assert hits.overall.agrees is None
 
 
 def test_under_way_are_prompt_and_asked_output_and_prefill_elsewhere() -> None:
@@ -274,17 +274,17 @@ def test_belief_is_told_apart_by_its_error_and_skips_prompts_from_elsewhere() ->
     pairs = [(100, 100), (116, 100), (500, 100), (0, 100)]
     rows = [{"believed_cached": b, "cached_tokens": c} for b, c in pairs]
     elsewhere = {"believed_cached": 0, "cached_tokens": 900, "prefill_instance": "b"}
-    found = belief(requests([*rows, elsewhere]), block_tokens=16)
-    shares = found.n, found.exact, found.too_high, found.too_low
+    believed = belief(requests([*rows, elsewhere]), block_tokens=16)
+    shares = believed.n, believed.exact, believed.too_high, believed.too_low
     assert shares == (4, 0.5, 0.25, 0.25)
-    assert found.mean_error_tokens == (16 + 400 - 100) / 4
+    assert believed.mean_error_tokens == (16 + 400 - 100) / 4
 
 
 def test_failure_modes_are_listed_most_frequent_first() -> None:
     rows = [{"status": "failed", "error": e} for e in ("rare", "often", "often")]
-    found = outcomes(requests([*rows, {"fallback": "cap"}]))["x"]
-    modes = found.modes
-    assert found.fallbacks == {"cap": 1}
+    counts = outcomes(requests([*rows, {"fallback": "cap"}]))["x"]
+    modes = counts.modes
+    assert counts.fallbacks == {"cap": 1}
     assert list(modes.items()) == [("failed: often", 2), ("failed: rare", 1)]
 
 

@@ -141,20 +141,20 @@ def test_cached_tokens_that_are_left_out_are_none_if_others_have_them(
 def test_an_offload_counts_its_new_tokens_where_they_were_computed(arm: Path) -> None:
     """The serving instance calls what it was sent cached: usage says 0 new tokens."""
     rows = [json.loads(line) for line in (arm / "replay.jsonl").open()]
-    one = next(row for row in rows if row.get("turn") == 3)
-    one["prefill_instance"] = next(
-        name for name in ("i0", "i1") if name != one["instance"]
+    third = next(row for row in rows if row.get("turn") == 3)
+    third["prefill_instance"] = next(
+        name for name in ("i0", "i1") if name != third["instance"]
     )
-    one["cached_tokens"] = one["usage_prompt_tokens"]
+    third["cached_tokens"] = third["usage_prompt_tokens"]
     lines(arm / "replay.jsonl", rows)
     decisions = [json.loads(line) for line in (arm / "decisions.jsonl").open()]
     for decision in decisions[1:]:
-        if decision["id"] == one["id"]:
-            decision["prefill_instance"] = one["prefill_instance"]
+        if decision["id"] == third["id"]:
+            decision["prefill_instance"] = third["prefill_instance"]
     lines(arm / "decisions.jsonl", decisions)
     (run,) = read_run(arm)
-    row = requests_frame([run]).filter(id=one["id"]).to_dicts()[0]
-    assert row["new_tokens"] == one["usage_prompt_tokens"]
+    row = requests_frame([run]).filter(id=third["id"]).to_dicts()[0]
+    assert row["new_tokens"] == third["usage_prompt_tokens"]
 
 
 def test_an_offload_that_fell_back_is_none(arm: Path) -> None:
@@ -201,8 +201,8 @@ def test_new_tokens_are_those_of_the_prompt_that_were_not_cached(
     tells = ReplayedRequest(
         id="s/0", session="s", turn=0, usage_prompt_tokens=10, cached_tokens=5
     )
-    one = ReplayedRequest(id="s/1", session="s", turn=1, **fields)
-    frame = requests_frame([replace(NOTHING, requests=[tells, one])])
+    request = ReplayedRequest(id="s/1", session="s", turn=1, **fields)
+    frame = requests_frame([replace(NOTHING, requests=[tells, request])])
     assert frame.select("new_tokens", "class").row(1) == expected
 
 
@@ -219,11 +219,11 @@ def test_new_tokens_are_those_of_the_prompt_that_were_not_cached(
 def test_the_steady_window_begins_with_its_start_and_ends_before_its_end(
     intended_ns, window
 ) -> None:
-    one = ReplayedRequest(id="s/0", session="s", turn=0, intended_ns=intended_ns)
+    request = ReplayedRequest(id="s/0", session="s", turn=0, intended_ns=intended_ns)
     end = ReplayEnd(
         scheduled=1, ok=1, failed=0, cancelled=0, steady=Steady(1_000, 2_000)
     )
-    frame = requests_frame([replace(NOTHING, requests=[one], end=end)])
+    frame = requests_frame([replace(NOTHING, requests=[request], end=end)])
     assert frame["window"].item() == window
 
 

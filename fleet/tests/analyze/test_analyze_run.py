@@ -60,7 +60,9 @@ def text(out: Path) -> str:
 
 
 def compared(document: dict[str, Any], arm: str) -> dict[str, Any]:
-    return next(one for one in document["comparisons"] if one["arm"] == arm)
+    return next(
+        comparison for comparison in document["comparisons"] if comparison["arm"] == arm
+    )
 
 
 def test_every_request_and_every_instance_is_counted(document: dict[str, Any]) -> None:
@@ -165,7 +167,7 @@ def test_what_is_said_is_about_the_whole_interval() -> None:
 
 
 def test_a_sound_run_has_no_warnings(document: dict[str, Any], text: str) -> None:
-    kinds = {one["kind"] for one in document["warnings"]}
+    kinds = {warning["kind"] for warning in document["warnings"]}
     # By chance one of nine figures of an A/A pair may differ.
     assert kinds <= {"aa_differs"}
 
@@ -249,10 +251,10 @@ def test_every_quantile_of_a_comparison_has_its_verdict(
         for quantile in ("p50", "p90", "p99"):
             value = slow["percent"][metric][quantile]["value"]
             (cell,) = {
-                one.strip()
+                cell.strip()
                 for row in table.splitlines()
-                for one in row.split("|")
-                if one.strip().startswith(f"{value:+.1f} % [")
+                for cell in row.split("|")
+                if cell.strip().startswith(f"{value:+.1f} % [")
             }
             verdict = slow["verdicts"][metric][quantile]
             said = "no significant difference" if verdict == NO_DIFFERENCE else verdict

@@ -55,7 +55,7 @@ def test_a_warm_instance_shows_in_the_records_alone(tmp_path):
     """Counters can be reset; what a request found cached was there."""
     requests = pair(tmp_path)[0].requests
     assert found_warm(requests) is None
-    first = min(requests, key=lambda one: one.sent_ns)
+    first = min(requests, key=lambda request: request.sent_ns)
     first.cached_tokens = 512
     assert f"{first.instance} found 512 tokens" in found_warm(requests)
     first.prefill_instance = "another"
@@ -81,8 +81,8 @@ def test_a_warm_instance_shows_in_the_records_alone(tmp_path):
 )
 def test_a_doubt_is_told_and_only_that(tmp_path: Path, kind: str, fault: dict) -> None:
     analysis, text = analysed(tmp_path, Truth("linear", repeats=1, **fault))
-    told = analysis.document["warnings"]
-    assert {one["kind"] for one in told} == {kind}
+    warnings = analysis.document["warnings"]
+    assert {warning["kind"] for warning in warnings} == {kind}
     assert f"**{kind.replace('_', ' ')}**" in text
     assert f"  - **What to do:** {REMEDIES[kind]}" in text
 

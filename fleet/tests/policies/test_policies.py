@@ -87,7 +87,7 @@ requests = st.builds(RequestInfo, st.none() | st.just("s"), st.integers(1, 60_00
 def test_a_decision_is_possible_the_same_again_and_of_the_lowest_score_if_not_pinned(
     policy, request_info, snapshot
 ):
-    roles = {one.name: one.role for one in snapshot.candidates}
+    roles = {member.name: member.role for member in snapshot.candidates}
     decision = decided(policy, request_info, snapshot)
     if decision is None:
         needed = {"decode"} if policy == "pd_sep" else {"both", "decode"}
@@ -117,8 +117,8 @@ def test_a_policy_blind_to_caches_decides_the_same_whatever_is_cached(
     policy, request_info, snapshot, cached
 ):
     others = [
-        msgspec.structs.replace(one, cached_tokens=cached * place % 7001)
-        for place, one in enumerate(snapshot.candidates)
+        msgspec.structs.replace(member, cached_tokens=cached * place % 7001)
+        for place, member in enumerate(snapshot.candidates)
     ]
     elsewhere = msgspec.structs.replace(snapshot, candidates=others)
     decision = decided(policy, request_info, snapshot)
@@ -299,8 +299,8 @@ def test_elastic_study_has_the_studys_constants_and_takes_prefill_in_turn():
     idle = [candidate("a"), *others, candidate("d")]
     heavy = {"prompt_tokens": 30_000, "pinned": "a", "offloads": 3}
     chosen = [decide("elastic_study", idle, offloaded=n, **heavy) for n in range(4)]
-    assert [one.prefill for one in chosen] == ["b", "c", "d", "b"]
-    assert {one.prefill_timeout_s for one in chosen} == {120}
+    assert [decision.prefill for decision in chosen] == ["b", "c", "d", "b"]
+    assert {decision.prefill_timeout_s for decision in chosen} == {120}
     assert decide("elastic_study", idle, **heavy | {"offloads": 4}).prefill is None
     full = [idle[0], candidate("b", pending_prefill_tokens=30_001), *idle[2:]]
     assert decide("elastic_skip", full, **heavy).prefill == "c"

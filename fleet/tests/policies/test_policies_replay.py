@@ -90,12 +90,12 @@ def test_another_policy_is_compared_with_the_recorded_decisions(record):
     parameters = parameters_of("load_only", {})
     differ = 0
     for line in path.read_bytes().splitlines():
-        one = msgspec.json.decode(line)
-        if one.get("type") == "decision":
-            number = one["number"]
-            ask = RequestInfo("s", one["prompt_tokens"])
+        entry = msgspec.json.decode(line)
+        if entry.get("type") == "decision":
+            number = entry["number"]
+            ask = RequestInfo("s", entry["prompt_tokens"])
             again = POLICIES["load_only"].decide(ask, snapshot(number), parameters)
-            differ += again.instance != one["instance"]
+            differ += again.instance != entry["instance"]
     assert 0 < differ < 200
     assert compared.differ["instance"] == differ
     assert compared.reproduced

@@ -34,22 +34,23 @@ class NoTime:
 
 
 def main() -> None:
-    told = json.loads(Path(sys.argv[1]).read_text())
-    records = only_life(Path(told["records"]))
+    settings = json.loads(Path(sys.argv[1]).read_text())
+    records = only_life(Path(settings["records"]))
     steps = read_lines(records / "engine_step.jsonl", EngineHeader, EngineStep).records
     requests = read_engine_requests(records / "engine_request.jsonl").records
-    waiting = sorted(requests, key=lambda one: one.arrival_ns)
+    waiting = sorted(requests, key=lambda request: request.arrival_ns)
     asked = {
-        f"cmpl-{one.session}/{one.turn}-0": one for one in read_trace(told["trace"])
+        f"cmpl-{request.session}/{request.turn}-0": request
+        for request in read_trace(settings["trace"])
     }
-    engine = VirtualEngine(told["arguments"], NoTime(), False)
+    engine = VirtualEngine(settings["arguments"], NoTime(), False)
     for step in steps:
         while waiting and waiting[0].arrival_ns < step.t_ns:
             known = waiting.pop(0).id
-            one = asked[known]
-            ids = prompt(one, told["vocab_size"]).tolist()
+            request = asked[known]
+            ids = prompt(request, settings["vocab_size"]).tolist()
             # vLLM adds eight digits, which the records leave out.
-            engine.add(f"{known}-00000000", ids, asked_output_tokens(one), None)
+            engine.add(f"{known}-00000000", ids, asked_output_tokens(request), None)
         engine.step()
     assert not engine.has_work
     _run_finalizers()

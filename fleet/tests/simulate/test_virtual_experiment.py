@@ -42,32 +42,32 @@ def runs(folder: Path) -> list[ArmRun]:
 
 def test_every_request_ends_well_and_was_decided_once(runs: list[ArmRun]) -> None:
     assert len(runs) == 4
-    for one in runs:
-        assert one.info.status == "ok"
-        assert one.info.virtual
-        assert one.info.freshness.fresh
-        assert len(one.requests) == one.info.trace.requests
-        assert {request.status for request in one.requests} == {"ok"}
-        ids = {request.id for request in one.requests}
-        assert {end.id for end in one.decision_ends} == ids
-        assert {decision.id for decision in one.decisions} == ids
+    for arm_run in runs:
+        assert arm_run.info.status == "ok"
+        assert arm_run.info.virtual
+        assert arm_run.info.freshness.fresh
+        assert len(arm_run.requests) == arm_run.info.trace.requests
+        assert {request.status for request in arm_run.requests} == {"ok"}
+        ids = {request.id for request in arm_run.requests}
+        assert {end.id for end in arm_run.decision_ends} == ids
+        assert {decision.id for decision in arm_run.decisions} == ids
 
 
 def test_moments_are_in_their_order_and_nobody_is_late(runs: list[ArmRun]) -> None:
-    for one in runs:
-        for request in one.requests:
+    for arm_run in runs:
+        for request in arm_run.requests:
             assert request.sent_ns == request.intended_ns
             assert request.sent_ns < request.first_token_ns <= request.end_ns
 
 
 def test_a_repeat_brings_the_sessions_in_another_order(runs: list[ArmRun]) -> None:
     def begun(repeat: int) -> list[str]:
-        (one,) = (
+        (only,) = (
             run
             for run in runs
             if run.info.repeat == repeat and run.info.policy == "linear"
         )
-        firsts = [request for request in one.requests if request.turn == 0]
+        firsts = [request for request in only.requests if request.turn == 0]
         firsts.sort(key=lambda request: request.intended_ns)
         return [request.session for request in firsts]
 
@@ -110,15 +110,15 @@ def test_the_same_experiment_gives_the_same_bytes_and_runs_may_use_all_cores(
 
 
 def simulating_on_cores(files_below: Path) -> dict[int, set[int]]:
-    found = {}
+    by_arm = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             command = os.fsdecode((folder / "cmdline").read_bytes())
             if "kvtax_fleet.simulate" in command and str(files_below) in command:
-                found[int(folder.name)] = os.sched_getaffinity(int(folder.name))
+                by_arm[int(folder.name)] = os.sched_getaffinity(int(folder.name))
         except OSError:
             continue
-    return found
+    return by_arm
 
 
 def test_resuming_makes_only_what_is_missing(
@@ -215,16 +215,19 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ArmRun]:
     (folder / "moves.toml").write_text(MOVES)
     done = run(folder / "moves.toml", folder / "run")
     assert done.returncode == 0, done.stdout + done.stderr
-    return {one.info.arm.partition("@")[0]: one for one in read_run(folder / "run")}
+    return {
+        arm_run.info.arm.partition("@")[0]: arm_run
+        for arm_run in read_run(folder / "run")
+    }
 
 
 @pytest.mark.parametrize("connector", ["mooncake", "nixl"])
 def test_heavy_prompts_are_prefilled_elsewhere_and_their_kv_arrives(
     moved: dict[str, ArmRun], connector: str
 ) -> None:
-    one = moved[connector]
-    assert {request.status for request in one.requests} == {"ok"}
-    offloads = [end.offload for end in one.decision_ends if end.offload is not None]
+    arm_run = moved[connector]
+    assert {request.status for request in arm_run.requests} == {"ok"}
+    offloads = [end.offload for end in arm_run.decision_ends if end.offload is not None]
     assert offloads
     assert {offload.failure for offload in offloads} == {None}
     for offload in offloads:

@@ -52,8 +52,10 @@ class Server:
         step, launch_us, done_us = 0, 0.0, 0.0
         while waiting or running:
             while waiting and len(running) < RUNNING:
-                one = waiting.pop(0)
-                running.append((one, [one.cached_tokens or 0, draw.randrange(2, 60)]))
+                request = waiting.pop(0)
+                running.append(
+                    (request, [request.cached_tokens or 0, draw.randrange(2, 60)])
+                )
             began_us = launch_us if self.overlapping else done_us
             launch_us = began_us + SCHEDULE_US
             prefill, decodes, attended = self._schedule(step, running)
@@ -74,7 +76,7 @@ class Server:
             )
             # The engine's thread goes on when outputs are there and taken in.
             done_us += 0 if self.overlapping else UPDATE_US
-            running = [one for one in running if one[0].last_step is None]
+            running = [pair for pair in running if pair[0].last_step is None]
             step += 1
         self._write(folder)
         return folder
@@ -88,25 +90,29 @@ class Server:
         self, step: int, running: list[tuple[EngineRequest, list[int]]]
     ) -> tuple[int, int, int]:
         prefill = decodes = attended = 0
-        for one, state in running:
-            if one.first_token_step is None:
+        for request, state in running:
+            if request.first_token_step is None:
                 continue
-            attended += one.prompt_tokens + one.output_tokens - 1
+            attended += request.prompt_tokens + request.output_tokens - 1
             decodes += 1
-            one.output_tokens += 1
-            if one.output_tokens == state[1]:
-                one.last_step = step
-        for one, state in running:
-            count = min(one.prompt_tokens - state[0], BUDGET_TOKENS - prefill - decodes)
-            if one.first_token_step is not None or not count:
+            request.output_tokens += 1
+            if request.output_tokens == state[1]:
+                request.last_step = step
+        for request, state in running:
+            count = min(
+                request.prompt_tokens - state[0], BUDGET_TOKENS - prefill - decodes
+            )
+            if request.first_token_step is not None or not count:
                 continue
-            one.first_step = step if one.first_step is None else one.first_step
+            request.first_step = (
+                step if request.first_step is None else request.first_step
+            )
             attended += count * state[0] + count * (count - 1) // 2
             state[0] += count
             prefill += count
-            if state[0] == one.prompt_tokens:
-                one.first_token_step, one.output_tokens = step, 1
-                self.requests.append(one)
+            if state[0] == request.prompt_tokens:
+                request.first_token_step, request.output_tokens = step, 1
+                self.requests.append(request)
         return prefill, decodes, attended
 
     def _write(self, folder: Path) -> None:
@@ -117,7 +123,7 @@ class Server:
 
 
 def write(path: Path, lines: list[msgspec.Struct]) -> None:
-    path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in lines))
+    path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
 
 
 @pytest.mark.parametrize("overlapping", [False, True])
@@ -167,8 +173,8 @@ def test_records_that_do_not_suffice_are_refused(tmp_path: Path) -> None:
     assert "engine_request.jsonl: missing" in refused(untold)
     untimed = Server()
     untimed.serve(tmp_path / "untimed")
-    for one in untimed.steps:
-        one.step_us = None
+    for step in untimed.steps:
+        step.step_us = None
     untimed._write(tmp_path / "untimed")
     assert "steps without step_us" in refused(tmp_path / "untimed")
 
@@ -195,7 +201,7 @@ def cell(folder: Path, scheduler_base_us: float, worker_us: float) -> None:
     means_us = {}
     for axis, levels in LEVELS.items():
         us = [scheduler_base_us + PER_UNIT_US[axis] * level for level in levels]
-        passes = {"scheduler_us": us, "step_us": [one + worker_us for one in us]}
+        passes = {"scheduler_us": us, "step_us": [value + worker_us for value in us]}
         means_us[axis] = {name: [values] * 3 for name, values in passes.items()}
     record = CellRecord(
         release="0.18.1",
@@ -210,9 +216,9 @@ def cell(folder: Path, scheduler_base_us: float, worker_us: float) -> None:
 
 def test_slopes_of_a_cell_are_slopes_of_the_hosts_times(tmp_path: Path) -> None:
     cell(tmp_path, 60, 900)
-    found = step_times(tmp_path / "0.18.1.jsonl.xz")["made_up"]
-    assert found.worker == StepTime(base_us=900)
-    assert msgspec.structs.asdict(found.scheduler) == pytest.approx(
+    times = step_times(tmp_path / "0.18.1.jsonl.xz")["made_up"]
+    assert times.worker == StepTime(base_us=900)
+    assert msgspec.structs.asdict(times.scheduler) == pytest.approx(
         {
             "base_us": 60,
             "us_per_request": 3,

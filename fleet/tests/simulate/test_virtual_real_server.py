@@ -88,12 +88,12 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         theirs = server.folder
         (member,) = members(spec, staggered(FIRST, 1), [[]])
         overlay, model = workshop.overlay(spec)[0], workshop.checkpoint(spec.settings)
-        told = server_of(spec, member, overlay, model.folder, folder)
+        served = server_of(spec, member, overlay, model.folder, folder)
         plan = folder / "told.json"
         plan.write_text(
             json.dumps(
                 {
-                    "arguments": told.arguments,
+                    "arguments": served.arguments,
                     "records": str(theirs),
                     "trace": str(trace),
                     "vocab_size": vocab_size,
@@ -102,7 +102,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         )
         subprocess.run(
             [sys.executable, str(Path(__file__).with_name("lockstep.py")), str(plan)],
-            env=told.env | record_steps(ours, {}),
+            env=served.env | record_steps(ours, {}),
             check=True,
             timeout=600,
         )
@@ -118,15 +118,18 @@ def replay(url: str, trace: Path, vocab_size: int, out: Path) -> None:
 
 
 def steps(folder: Path) -> list[tuple]:
-    found = read_lines(
+    recorded_steps = read_lines(
         only_life(folder) / "engine_step.jsonl", EngineHeader, EngineStep
     ).records
-    return [tuple(getattr(one, name) for name in OF_A_STEP) for one in found]
+    return [tuple(getattr(step, name) for name in OF_A_STEP) for step in recorded_steps]
 
 
 def requests(folder: Path) -> dict[str, tuple]:
-    found = read_engine_requests(only_life(folder) / "engine_request.jsonl").records
-    return {one.id: tuple(getattr(one, name) for name in OF_A_REQUEST) for one in found}
+    records = read_engine_requests(only_life(folder) / "engine_request.jsonl").records
+    return {
+        record.id: tuple(getattr(record, name) for name in OF_A_REQUEST)
+        for record in records
+    }
 
 
 def test_each_step_schedules_the_same(recorded: tuple[Path, Path]) -> None:
@@ -143,15 +146,15 @@ def test_each_request_finds_the_same_tokens_cached(
     assert len(theirs) > 80
     assert ours == theirs
     cached = OF_A_REQUEST.index("cached_tokens")
-    assert sum(one[cached] or 0 for one in ours.values()) > 100_000
+    assert sum(request[cached] or 0 for request in ours.values()) > 100_000
 
 
 def test_its_forward_is_found_in_its_records(
     recorded: tuple[Path, Path],
 ) -> None:
     """What the worker takes on the host adds to each forward, and to each token."""
-    told = tomllib.loads(fitted_table(recorded[0]))["forward"]
-    assert told["forward_us"] > FORWARD.forward_us
-    assert told["us_per_token"] == pytest.approx(FORWARD.us_per_token, rel=0.15)
+    forward = tomllib.loads(fitted_table(recorded[0]))["forward"]
+    assert forward["forward_us"] > FORWARD.forward_us
+    assert forward["us_per_token"] == pytest.approx(FORWARD.us_per_token, rel=0.15)
     of_context = pytest.approx(FORWARD.us_per_context_token, rel=0.1)
-    assert told["us_per_context_token"] == of_context
+    assert forward["us_per_context_token"] == of_context
