@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Proof, per process, that those below a command import vLLM with its patches.
 
-A process that imports a patched module reports it to a socket in the overlay, and the
-kernel adds the process id. A process without the overlay reports nothing, but opens the
+A process that imports a patched module reports it to a socket that the overlay names,
+and the kernel adds the process id. The socket is no file, so nobody can write one. A process without the overlay reports nothing, but opens the
 package's own file or its bytecode, which a patched process does not. Then inotify wakes
 us, and the culprit is a Python below the command that does not get the overlay.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import secrets
 import select
 import socket
 import struct
@@ -30,6 +31,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 NOT_PATCHED = 3
 # File in the overlay that says that a process has imported vLLM without the patches.
 UNPATCHED = "unpatched"
+# Of marks, whatever the umask.
+MARK_MODE = 0o644
 
 
 class ImportWatch:
@@ -48,9 +51,13 @@ class ImportWatch:
         self._stems: dict[int, set[str]] = {}
         self._reports = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._reports.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        self._reports.bind(str(folder / import_finder.REPORTS))
-        # The command may become another user.
-        (folder / import_finder.REPORTS).chmod(0o666)
+        # No file: the command may become another user, and paths of sockets are short.
+        name = f"kvtax-{secrets.token_hex(16)}"
+        self._reports.bind(f"\0{name}")
+        named = folder / import_finder.REPORTS
+        named.touch(MARK_MODE)
+        named.write_text(name)
+        named.chmod(MARK_MODE)
         self._opens = _libc.inotify_init1(os.O_CLOEXEC | _IN_NONBLOCK)
         for file in files:
             self._add(file, "")
@@ -105,7 +112,7 @@ class ImportWatch:
     def _mark(self, *names: str) -> None:
         # Where somebody removed the overlay, its run goes on and says so at the end.
         with suppress(FileNotFoundError):
-            self._folder.joinpath(*names).touch()
+            self._folder.joinpath(*names).touch(MARK_MODE)
 
     def _is_opened(self) -> bool:
         """Return whether a process has opened a file that the patches replace."""

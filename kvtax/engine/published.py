@@ -27,7 +27,7 @@ CUDA_DEVICE_ORDER LMCACHE_TRACK_USAGE OMP_NUM_THREADS TORCHDYNAMO_DISABLE
 VLLM_CPU_KVCACHE_SPACE VLLM_CPU_OMP_THREADS_BIND VLLM_LOGGING_LEVEL arrival backends
 colour kv_buffer_device kv_connector kv_connector_module_path kv_load_failure_policy
 kv_role label layer many_decoders method module mooncake_protocol package patches
-quantity role spec_name summary transfer type
+quantity role spec_name transfer type
 """
 # Options whose values are kept, where these are plain.
 OPTIONS = frozenset(_OPTION_NAMES.split())
@@ -38,9 +38,16 @@ FREE_FORM = {
     *("companion", "connector_config", "engine_args", "env", "own"),
     *("kv_connector_extra_config", "kv_transfer_config", "server_args", "server_env"),
 }
-_PLAIN = re.compile(r"[\w.,:+/-]{0,200}", re.ASCII)
+# No URL, which may have a token in its path, and no folder of one machine.
+_PLAIN = re.compile(r"(?!/)(?!\S*(://|\.\./))[\w.,:+/-]{0,200}", re.ASCII)
+_SECRET = re.compile(
+    r"pass|pin|pwd|secret|credential|auth|otp|cookie|^tokens$|token$|keys?$|codes?$",
+    re.IGNORECASE,
+)
 _WORD = re.compile(r"[a-z][a-z_-]{0,20}")
 _OPTION = re.compile(r"(--[a-z][a-z0-9-]{0,40})(=.*)?", re.DOTALL)
+# Names in free-form tables: others may be what they should only name.
+_KEY = re.compile(r"[\w.-]{1,64}", re.ASCII)
 # Users, passwords and parameters of a URL.
 _URL = re.compile(r"(?<=://)\S*@|[?#;]\S+")
 
@@ -61,7 +68,8 @@ def _arguments(argv: Sequence[str]) -> Iterator[str]:
             is_plain = is_kept and _PLAIN.fullmatch(value[1:])
             yield option[1] + (value if is_plain or not value else f"={PRIVATE}")
         elif is_leading:
-            yield word if _WORD.fullmatch(word) or _is_ours(word) else PRIVATE
+            is_leading = is_kept = bool(_WORD.fullmatch(word)) or _is_ours(word)
+            yield word if is_leading else PRIVATE
         else:
             yield word if is_kept and _PLAIN.fullmatch(word) else PRIVATE
             # An option that takes one value has had it.
@@ -76,28 +84,32 @@ def published(value: Any, name: str = "", is_free_form: bool = False) -> Any:
     """Return a JSON value with `***` for each text that a result may not keep.
 
     `name` is that of the table or field that holds it. Tables for a connector or vLLM
-    (FREE_FORM, and all `is_free_form`) keep listed texts, and numbers. Our own settings
-    are kept; their URLs lose users and parameters.
+    (FREE_FORM, and all `is_free_form`) keep listed texts, and numbers but for secrets.
+    Our own settings are kept; their URLs lose users and parameters.
     """
     is_free_form = is_free_form or name in FREE_FORM
+    if is_free_form and _is_secret(name) and not isinstance(value, bool | None):
+        return PRIVATE
     if isinstance(value, dict):
-        return {key: published(part, key, is_free_form) for key, part in value.items()}
+        return {
+            key if not is_free_form or _KEY.fullmatch(key) else PRIVATE: published(
+                part, key, is_free_form
+            )
+            for key, part in value.items()
+        }
     if isinstance(value, list):
         if name == "server_args":
             return published_arguments(["x", *value])[1:]
         return [published(part, name, is_free_form) for part in value]
-    if isinstance(value, str):
-        return _text(value, name, is_free_form)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return PRIVATE if is_number and is_free_form and _is_secret(name) else value
+    return _text(value, name, is_free_form) if isinstance(value, str) else value
 
 
 def _text(text: str, name: str, is_free_form: bool) -> str:
     if is_free_form:
-        return text if name in TEXTS and _URL.sub("", text) == text else PRIVATE
+        return text if name in TEXTS and _PLAIN.fullmatch(text) else PRIVATE
     return _URL.sub(PRIVATE, text) if "://" in text else text
 
 
 def _is_secret(name: str) -> bool:
-    """Return whether a number of that name may be a code, and no quantity."""
-    return bool(re.search(r"pass|pin|secret|token$|key$|code$", name, re.IGNORECASE))
+    """Return whether what has that name may be a code, and no quantity."""
+    return bool(_SECRET.search(name))

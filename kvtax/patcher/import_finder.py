@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 MODULES = "patched_modules.txt"
 ADDED = "-"
 # A folder for an empty file for each patched module that a process has imported, and
-# the socket to which the process reports it.
+# the file that names the abstract socket to which the process reports it.
 IMPORTED = "imported"
 REPORTS = "reports"
 # Seconds that a report may take.
@@ -103,15 +103,14 @@ class PatchedLoader(SourceFileLoader):
 
 def _report(folder: str, name: str) -> None:
     """Report an imported module to whoever started this run, if that is there."""
-    place = os.path.join(folder, REPORTS)
-    if not os.path.exists(place):
-        return
-    import socket
-
     try:
+        with open(os.path.join(folder, REPORTS), encoding="ascii") as file:
+            place = file.read()
+        import socket
+
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as reports:
             reports.settimeout(REPORT_S)
-            reports.sendto(name.encode(), place)
+            reports.sendto(name.encode(), f"\0{place}")
     except OSError:
         pass
 

@@ -40,6 +40,8 @@ POLICY = (
 )
 MARKS = re.compile(r"`([^`]+)`|\*\*(.+?)\*\*")
 LINK = re.compile(r"\[([^\]]+)\]\([^)\s]+\)")
+# A picture, or a link to anything but a page: no text of ours has one.
+FOREIGN_LINK = re.compile(r"!\[|\]\((?!https://|[\w./#-]*\))")
 # Columns below which lines would be of single words.
 NARROWEST = 40
 # Places that a line of Markdown names for one kind of warning.
@@ -74,7 +76,8 @@ def _text(path: Path) -> str:
 
 def markdown(page: Page) -> str:
     """Render Markdown. Time lines are left out: they need the HTML page."""
-    parts = [f"# {escaped(page.title)}", page.question, *_joined(page.answer)]
+    parts = [f"# {escaped(page.title)}", escaped_lines(page.question)]
+    parts += _joined(page.answer)
     heading = None
     for section in page.sections:
         hidden = isinstance(section, Table) and not section.open
@@ -84,7 +87,7 @@ def markdown(page: Page) -> str:
         parts += _section_markdown(section)
     if page.warnings:
         parts += ["## Warnings", "\n".join(warning_list(page.warnings))]
-    parts.append(page.made)
+    parts.append(escaped_lines(page.made))
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -99,11 +102,13 @@ def _section_markdown(section: Section) -> list[str]:
             summary = f"<details><summary>{escaped(section.title)}</summary>"
             return [summary, escaped(section.note), text, "</details>"]
         case Picture():
-            return [f"![{section.title}]({section.file})" if section.file else ""]
+            title = escaped(section.title)
+            return [f"![{title}]({section.file})" if section.file else ""]
         case Verdicts():
             return [
                 "\n".join(
-                    f"- `{escaped(of.name)}`: **{of.verdict}**: {escaped(of.words)}"
+                    f"- `{escaped(of.name)}`: **{escaped(of.verdict)}**: "
+                    f"{escaped(of.words)}"
                     for of in section.verdicts
                 )
             ]
@@ -113,12 +118,12 @@ def _section_markdown(section: Section) -> list[str]:
             columns += [line.y for line in section.lines]
             rows = [list(row) for row in zip(*columns, strict=True)]
             lines = Table(title=section.title, columns=names, rows=rows)
-            return [section.note, _table_markdown(lines)]
+            return [escaped_lines(section.note), _table_markdown(lines)]
         case Bars():
             paragraphs = [p for bar in section.bars for p in bar.paragraphs]
             return [_table_markdown(bar_table(section)), *_joined(paragraphs)]
         case TimeLine():
-            return [section.note, "Shown on the HTML page."]
+            return [escaped_lines(section.note), "Shown on the HTML page."]
         case Group():
             return ["Shown on the HTML page."]
 
@@ -164,8 +169,9 @@ def escaped_lines(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Escape what Markdown would take for HTML, and show control characters."""
-    return visible(text).replace("<", "&lt;")
+    """Escape what Markdown would take for HTML or load, and show control characters."""
+    text = visible(text).replace("<", "&lt;")
+    return FOREIGN_LINK.sub(lambda signs: "\\".join(signs[0]), text)
 
 
 def warning_list(warnings: Iterable[RunWarning]) -> Iterator[str]:
@@ -226,8 +232,7 @@ def warning_lines(warnings: Iterable[RunWarning]) -> list[str]:
 def _section_lines(section: Section) -> list[str]:
     match section:
         case Words():
-            title = filter(None, [section.title])
-            return ["", *title, *_wrapped(section.paragraphs)]
+            return ["", *_wrapped([section.title, *section.paragraphs])]
         case Table() if section.open:
             rows: list[Sequence[Cell]] = [section.columns, *section.rows]
             cells = [
@@ -235,7 +240,7 @@ def _section_lines(section: Section) -> list[str]:
                 for row in rows
             ]
             note = _wrapped([f"({section.note})"] if section.note else [])
-            return ["", *filter(None, [section.title]), *_fitted(cells), *note]
+            return ["", *_wrapped([section.title]), *_fitted(cells), *note]
         case Bars():
             lines = _section_lines(bar_table(section))
             for bar in section.bars:
@@ -243,7 +248,7 @@ def _section_lines(section: Section) -> list[str]:
             return lines
         case Verdicts():
             words = (f"{of.name}: {of.verdict}: {of.words}" for of in section.verdicts)
-            return ["", section.title, *_wrapped(words)]
+            return ["", *_wrapped([section.title, *words])]
     return []
 
 

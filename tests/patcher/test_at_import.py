@@ -400,7 +400,7 @@ def test_patched_processes_and_other_readers_are_not_named(site, capsys):
 
 def test_what_anybody_sends_is_no_file_and_a_removed_overlay_ends_no_run(site, capsys):
     watch = ImportWatch(site.overlay, [], is_strict=True)
-    place = str(site.overlay / "reports")
+    place = "\0" + (site.overlay / "reports").read_text()
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
         for name in (b"x" * 4_000, b"a\0b", b"..", b"demo.other", b"\xff"):
             sender.sendto(name, place)
@@ -418,9 +418,12 @@ def test_nobody_else_can_write_the_overlay_whatever_the_umask(site, umask):
     before = os.umask(umask)
     try:
         overlay = overlay_of(site.folder / "other", site.tree, site.patch)
+        watch = ImportWatch(overlay, [], is_strict=True)
         site.printed("import demo.scheduler, demo.v1.more", overlay=overlay)
+        watch.check([])
     finally:
         os.umask(before)
+    assert any((overlay / "imported").iterdir())
     modes = {path: path.stat().st_mode for path in [overlay, *overlay.rglob("*")]}
     assert any(path.suffix == ".code" for path in modes)
     assert [path for path, mode in modes.items() if mode & 0o022] == []

@@ -107,25 +107,37 @@ def test_bars_are_a_table_whose_parts_add_up():
     assert "| a\\|b | 4 | 3 | 1 |" in render.markdown(page)
 
 
-HOSTILE = "<img src=x onerror=alert(1)>\x1b[2J"
+HOSTILE = "<img src=x onerror=alert(1)>\x1b[2J[a](javascript:b)![p](https://evil/x.png)"
 
 
-def test_markdown_has_no_html_and_no_escapes_of_a_terminal():
+def test_a_hostile_name_is_text_wherever_it_stands():
     words = Words(title=HOSTILE, paragraphs=[HOSTILE, f"- {HOSTILE}"])
     table = Table(title=HOSTILE, note=HOSTILE, columns=[HOSTILE], rows=[[HOSTILE]])
     hidden = msgspec.structs.replace(table, open=False)
-    verdict = Verdict(name=HOSTILE, verdict="flat", words=HOSTILE)
+    verdict = Verdict(name=HOSTILE, verdict=HOSTILE, words=HOSTILE)
+    drawn = Figure(
+        title=HOSTILE,
+        note=HOSTILE,
+        x_label=HOSTILE,
+        y_label="",
+        x=[1],
+        lines=[Line(name=HOSTILE, y=[2])],
+    )
+    verdicts = Verdicts(title=HOSTILE, verdicts=[verdict])
+    picture = Picture(title=HOSTILE, png="", file="f.png")
     page = Page(
         title=HOSTILE,
-        question="",
+        question=HOSTILE,
         answer=[HOSTILE],
         warnings=[RunWarning("torn_lines", HOSTILE, HOSTILE, HOSTILE)],
-        sections=[words, table, hidden, Verdicts(title=HOSTILE, verdicts=[verdict])],
-        made="",
+        sections=[words, table, hidden, verdicts, drawn, picture],
+        made=HOSTILE,
     )
     text = render.markdown(page)
     assert "<img" not in text and "\x1b" not in text
-    assert text.count("onerror") >= 12
+    assert text.count("onerror") >= 18
+    assert "](javascript:" not in text and "![p]" not in text
+    assert "\x1b" not in render.terminal(page)
 
 
 def test_html_holds_the_page_as_data():
