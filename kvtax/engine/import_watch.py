@@ -2,9 +2,10 @@
 """Proof, per process, that those below a command import vLLM with its patches.
 
 A process that imports a patched module reports it to a socket that the overlay names,
-and the kernel adds the process id. The socket is no file, so nobody can write one. A process without the overlay reports nothing, but opens the
-package's own file or its bytecode, which a patched process does not. Then inotify wakes
-us, and the culprit is a Python below the command that does not get the overlay.
+and the kernel adds the process id. The socket is no file, so nobody can write one. A
+process without the overlay reports nothing, but opens the package's own file or its
+bytecode, which a patched process does not. Then inotify wakes us, and the culprit is a
+Python below the command that does not get the overlay.
 """
 
 from __future__ import annotations
