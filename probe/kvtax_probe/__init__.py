@@ -101,6 +101,16 @@ def _engine_recorder(engine_core: Any) -> Any:
     return EngineRecorder(engine_core)
 
 
+def _make_room(module: ModuleType) -> None:
+    """Have Python keep room for our two attributes in each SchedulerOutput.
+
+    It plans all instances by the first ones. One that gets more attributes later has
+    them in a dict of its own, where each is slower to find for everybody.
+    """
+    output = object.__new__(module.SchedulerOutput)
+    output.step_id = output.records_life = None
+
+
 def _wrap_worker(module: ModuleType) -> None:
     worker = module.WorkerWrapperBase
     worker._kvtax_recorder = _NOT_YET
@@ -183,6 +193,7 @@ def _time_connector(connector: Any) -> None:
 
 
 _SEAMS: dict[str, Callable[[ModuleType], None]] = {
+    "vllm.v1.core.sched.output": _make_room,
     "vllm.v1.engine.core": _wrap_engine_core,
     "vllm.v1.worker.worker_base": _wrap_worker,
     "vllm.v1.executor.ray_utils": _wrap_ray_worker,
