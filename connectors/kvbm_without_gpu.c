@@ -75,6 +75,11 @@ int cuMemFreeAsync(void *memory) { return cuMemFreeHost(memory); }
 
 int cuMemFree_v2(void *memory) { return cuMemFreeHost(memory); }
 
-/* nixlAgent::registerMem and deregisterMem: UCX would see that no memory is a GPU's. */
+/* nixlAgent::createBackend, registerMem and deregisterMem: UCX would see that no memory
+   is a GPU's, and its thread would take a core. */
+int _ZN9nixlAgent13createBackendERKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEERKSt13unordered_mapIS5_S5_St4hashIS5_ESt8equal_toIS5_ESaISt4pairIS6_S5_EEERP12nixlBackendH(
+    void *agent, void *type, void *parameters, void **out) {
+    return made(out);
+}
 OVER(_ZN9nixlAgent11registerMemERK12nixlDescListI12nixlBlobDescEPK21nixlAgentOptionalArgs)
 OVER(_ZN9nixlAgent13deregisterMemERK12nixlDescListI12nixlBlobDescEPK21nixlAgentOptionalArgs)

@@ -6,7 +6,7 @@
 In the pack are the wheels of carried.toml in the locked versions, of transfer engines
 only the libraries that are loaded, and the Python files of vLLM 0.18.1 (fetch_vllm.sh),
 with stand-ins for what is compiled. `studies/gpu/bare.py` unpacks it there. Needs pip's
-index, and two minutes.
+index, and four minutes of CPU time: most of it compresses.
 """
 
 from __future__ import annotations
