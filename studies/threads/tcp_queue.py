@@ -17,10 +17,11 @@ import os
 import subprocess
 import sys
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from kvtax.paths import REPOSITORY
 from kvtax.stats import Estimate
@@ -91,8 +92,8 @@ def send(batch: Batch) -> list[tuple[bool, float]]:
     size = batch.kib * 1024
     source = np.zeros(batch.descriptors * size, np.uint8)
     command = [sys.executable, "-m", MODULE, "--receive", str(source.nbytes)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, **pipes) as receiver:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe) as receiver:
         assert receiver.stdout is not None
         places = (line.split() for line in receiver.stdout)
         port, target = next(p for p in places if len(p) == 2 and p[0].isdigit())
@@ -113,11 +114,9 @@ def send(batch: Batch) -> list[tuple[bool, float]]:
     return calls
 
 
-def _start(engine: object, memory: np.ndarray) -> None:
-    failed = engine.initialize(HOST, "P2PHANDSHAKE", "tcp", "")  # type: ignore[attr-defined]
-    failed |= engine.batch_register_memory(  # type: ignore[attr-defined]
-        [memory.ctypes.data], [memory.nbytes]
-    )
+def _start(engine: Any, memory: npt.NDArray[np.uint8]) -> None:
+    failed = engine.initialize(HOST, "P2PHANDSHAKE", "tcp", "")
+    failed |= engine.batch_register_memory([memory.ctypes.data], [memory.nbytes])
     if failed:
         raise RuntimeError("Mooncake's engine does not start: see its log above")
 
