@@ -38,7 +38,7 @@ from kvbm.vllm_integration.connector import (  # noqa: E402
 )
 
 
-class Event(cpu_streams.Event):  # type: ignore[misc]
+class Event(cpu_streams.Event):
     """Event with the handle that KVBM passes on."""
 
     cuda_event = 0
@@ -55,7 +55,7 @@ class GpuTensor:
         return getattr(self._tensor, name)
 
 
-class DynamoConnector(OnGpu):  # type: ignore[misc]
+class DynamoConnector(OnGpu):
     """KVBM's connector, whose worker registers caches as a GPU's.
 
     The null model's layers share the cache of the first; each has an event.
