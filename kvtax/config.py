@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+# Levels of tables and lists in a file of settings.
+MOST_LEVELS = 100
 Kind = TypeVar("Kind")
 
 
@@ -37,13 +39,31 @@ def read_toml(path: Path, kind: type[Kind]) -> Kind:
 def decode_toml(path: Path, content: bytes, kind: type[Kind]) -> Kind:
     """Decode the content of a file as a `kind`. Raises ConfigError."""
     try:
-        for name, value in _numbers(msgspec.toml.decode(content), "$"):
+        document = msgspec.toml.decode(content)
+        require_shallow(document, str(path))
+        for name, value in _numbers(document, "$"):
             # Numbers of 64 bits are all that TOML and JSON have in common.
             if not math.isfinite(value) or not -(2**63) <= value < 2**63:
                 raise ConfigError(f"{path}: {value} is out of range - at `{name}`")
         return msgspec.toml.decode(content, type=kind)
-    except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, a wrong field
+    except RecursionError:
+        raise ConfigError(f"{path}: is nested too deeply") from None
+    except ValueError as error:  # no UTF-8, no TOML, a wrong field
         raise ConfigError(f"{path}: {error}") from None
+
+
+def require_shallow(value: Any, source: str) -> None:
+    """Raise ConfigError for tables and lists that nothing could walk down."""
+    inside = [value]
+    for _ in range(MOST_LEVELS):
+        inside = [
+            part
+            for outer in inside
+            if isinstance(outer, dict | list)
+            for part in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    if inside:
+        raise ConfigError(f"{source}: is nested too deeply: over {MOST_LEVELS} levels")
 
 
 def _numbers(value: Any, name: str) -> Iterator[tuple[str, float]]:

@@ -65,7 +65,7 @@ def read_plan(file: Path) -> dict[str, Any]:
     """Read the plan document of an earlier run. Raises RunFolderError."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=dict)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, RecursionError) as error:
         raise RunFolderError(
             f"cannot resume {file.parent}: {file.name} cannot be read: {error}"
         ) from None

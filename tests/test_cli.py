@@ -14,6 +14,7 @@ import pytest
 
 from kvtax.axes.gate import NotMeasured
 from kvtax.cli import CHECKOUT_ROOMS, COMMANDS, Exit, main
+from kvtax.cli.demo import ASIDE, _aside
 from kvtax.paths import REPOSITORY
 
 KVTAX = [sys.executable, "-m", "kvtax"]
@@ -65,6 +66,20 @@ def ended(capsys, monkeypatch, signals):
         return code, *capsys.readouterr()
 
     return of
+
+
+def test_a_demo_waits_for_no_pipe_of_its_name_and_nobody_else_writes_there(tmp_path):
+    os.mkfifo(tmp_path / f"{ASIDE}pipe")
+    (tmp_path / f"{ASIDE}link").symlink_to(tmp_path)
+    before = os.umask(0)
+    try:
+        with _aside(tmp_path) as aside:
+            assert aside.stat().st_mode & 0o077 == 0
+    finally:
+        os.umask(before)
+    assert sorted(tmp_path.iterdir()) == [
+        tmp_path / f"{ASIDE}{n}" for n in ("link", "pipe")
+    ]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)

@@ -85,6 +85,7 @@ def test_a_list_of_urls_is_an_instances_file(name, content, tmp_path):
         ("a.json", '[{"url": "http://x", "kv_tokens": -5}]', "kv_tokens"),
         ("a.json", '[{"url": "http://x", "data_parallel_rank": -1}]', "rank"),
         ("a.toml", b"\xff", "utf-8"),
+        ("a.json", "[" * 100_000 + "]" * 100_000, "recursion"),
     ],
 )
 def test_a_bad_instances_file_is_refused_by_name_and_reason(

@@ -27,6 +27,10 @@ from kvtax.cli import Exit
 
 # Beginning of the name of a folder in which a demo works.
 ASIDE = ".kvtax-demo-"
+NO_PAGE = "Its page, with all tables and each moment: kvtax demo --out DIR"
+OWN_SERVER = (
+    "Your own server: kvtax run --records DIR -- vllm serve ...; kvtax look DIR"
+)
 # Errors of a folder that is not there, cannot be written, or is full.
 NOT_WRITTEN = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS),
@@ -61,6 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     from kvtax.cli.look import PAGE
     from kvtax.look import actions
     from kvtax.look.perfetto import Window
+    from kvtax.report.render import visible, wrapped
 
     out: Path | None = arguments.out and arguments.out.resolve()
     if out and out.exists() and not (out.is_dir() and not any(out.iterdir())):
@@ -81,11 +86,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise DemoError(
             f"{parent}: {error.strerror}; name another folder with --out"
         ) from None
-    if out:
-        print(f"wrote {out / PAGE}: all tables, and each moment")
-    else:
-        print("Its page, with all tables and each moment: kvtax demo --out DIR")
-    print("Your own server: kvtax run --records DIR -- vllm serve ...; kvtax look DIR")
+    page = (
+        f"wrote {visible(str(out / PAGE))}: all tables, and each moment"
+        if out
+        else NO_PAGE
+    )
+    print(*wrapped([page, OWN_SERVER]), sep="\n")
     return Exit.GOOD
 
 
@@ -100,7 +106,8 @@ def _aside(parent: Path) -> Iterator[Path]:
     # Named before it is made, so that a signal finds it whenever it comes.
     aside = parent / f"{ASIDE}{secrets.token_hex(4)}"
     try:
-        aside.mkdir(parents=True)
+        aside.parent.mkdir(parents=True, exist_ok=True)
+        aside.mkdir(0o700)
         with _held(aside):
             yield aside
     finally:
@@ -110,7 +117,8 @@ def _aside(parent: Path) -> Iterator[Path]:
 @contextmanager
 def _held(folder: Path) -> Iterator[None]:
     """Hold a folder, however this process ends. Raises OSError if another holds it."""
-    number = os.open(folder, os.O_RDONLY)
+    # Anybody may have made a pipe or a link of that name.
+    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield

@@ -22,6 +22,8 @@ from kvtax.cli import Exit
 
 # Name of the page beside the records, unlike that of any other command's.
 PAGE = "look.html"
+# Options that are instead of a page.
+INSTEAD = ("prometheus", "bundle", "fields")
 
 
 class Address(NamedTuple):
@@ -110,6 +112,11 @@ class LookError(Exception):
 
 def run(arguments: argparse.Namespace) -> int:
     """Look at the records; raises LookError, RecordsError and OSError."""
+    instead = [name for name in INSTEAD if getattr(arguments, name) is not None]
+    if instead and (arguments.out or arguments.perfetto):
+        raise LookError(
+            f"--{instead[0]} makes no page and no trace: leave --out and --perfetto out"
+        )
     if arguments.fields is not None:
         from kvtax.cli.fields import print_fields
 
@@ -117,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
         return Exit.GOOD
     from kvtax.look import actions
     from kvtax.look.perfetto import Window
-    from kvtax.report.render import visible
+    from kvtax.report.render import visible, wrapped
 
     folder: Path | None = arguments.records
     if folder is None:
@@ -139,6 +146,9 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         window = Window(arguments.from_s, arguments.to_s)
         warnings = actions.show(folder, out, arguments.perfetto, window)
-        print(f"wrote {visible(str(out))}: all tables, and each moment")
+        print(
+            *wrapped([f"wrote {visible(str(out))}: all tables, and each moment"]),
+            sep="\n",
+        )
     is_bad = any(warning.kind in actions.BAD_INPUT for warning in warnings)
     return Exit.BAD_INPUT if is_bad else Exit.GOOD

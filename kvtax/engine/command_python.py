@@ -22,8 +22,12 @@ from kvtax.engine import InstallationError
 
 _PYTHON = re.compile(r"python(3(\.\d+)?)?t?$")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=", re.ASCII)
-# Scripts of Python's that start other commands in environments of their own.
-_LAUNCHERS = {"pipx", "hatch", "poetry", "pdm", "nox", "tox", "ray", "conda", "mamba"}
+# Scripts and modules of Python's that start other commands in environments of their
+# own, by a file that says which.
+_LAUNCHERS = {
+    *("pipx", "pipenv", "hatch", "poetry", "pdm", "nox", "tox", "uv", "conda", "mamba"),
+    *("ray", "honcho", "circusd", "supervisord"),
+}
 # As a script or `-m` would have it, sys.path begins with a folder of its own.
 _FOLDER = """
 import importlib.util, os, sys
@@ -100,8 +104,8 @@ def python_of(command: Sequence[str], named: str | None = None) -> CommandPython
     interpreter = [program, *words[1:]]
     if not _PYTHON.match(Path(program).name):
         interpreter = [*_shebang_words(program)]
-        if Path(program).name in _LAUNCHERS or not interpreter:
-            raise UnknownPython(f"{shlex.join(command)!r} does not show its Python")
+    if not interpreter or _starts_another(interpreter, program, words):
+        raise UnknownPython(f"{shlex.join(command)!r} does not show its Python")
     flags, script = _python_arguments(interpreter[1:])
     if flags:
         python = Path(interpreter[0]).name
@@ -110,6 +114,29 @@ def python_of(command: Sequence[str], named: str | None = None) -> CommandPython
         return CommandPython(program, _first_folder(script))
     python = shutil.which(interpreter[0], path=path) or interpreter[0]
     return CommandPython(python, str(Path(program).resolve().parent))
+
+
+def _starts_another(
+    interpreter: Sequence[str], program: str, words: Sequence[str]
+) -> bool:
+    """Return whether a script or module of Python's is to start another command.
+
+    Of a script, that is a later word that is vLLM or a Python, and no option's value.
+    """
+    if interpreter[0] == program:
+        module = next((b for a, b in pairwise(words) if a == "-m"), "")
+        return module.partition(".")[0] in _LAUNCHERS
+    name = Path(program).name
+    return name in _LAUNCHERS or any(
+        not (before.startswith("-") and before != "--") and _is_server(word)
+        for before, word in pairwise(words)
+        if name != "vllm"
+    )
+
+
+def _is_server(word: str) -> bool:
+    name = Path(word).name
+    return name == "vllm" or bool(_PYTHON.match(name))
 
 
 def _refuse(command: Sequence[str], why: str) -> None:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from kvtax.config import ConfigError, read_toml
+from kvtax.config import ConfigError, read_toml, require_shallow
 from kvtax.paths import CONFIGS
 from kvtax.records.run import Role
 
@@ -139,9 +139,10 @@ def own_connector(where: str, config: str | None) -> tuple[str, Connector]:
         decoded = msgspec.json.decode(given, type=dict[str, Any] | None) or {}
     except OSError as error:
         raise ConfigError(f"{source} cannot be read: {error}") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         # It may have passwords, and is not printed.
         raise ConfigError(f"{source} is not a JSON object: {error}") from None
+    require_shallow(decoded, source)
     config_given = {key: value for key, value in decoded.items() if value is not None}
     for key in ("kv_connector", "kv_connector_module_path"):
         if key in config_given and config_given[key] != transfer.get(key):

@@ -162,7 +162,7 @@ def _hidden(value: Any, texts: list[str]) -> str:
 
 def _masked_text(text: str, texts: list[str]) -> str:
     option, brace, rest = text.partition("{")
-    with suppress(msgspec.DecodeError):
+    with suppress(msgspec.DecodeError, RecursionError):
         given = msgspec.json.decode(brace + rest, type=dict[str, Any])
         kept = _masked(given, texts)
         return text if kept == given else option + msgspec.json.encode(kept).decode()

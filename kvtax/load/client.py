@@ -25,6 +25,7 @@ from kvtax.records.requests import (
     RequestRecord,
     RequestsHeader,
 )
+from kvtax.signals import heeded
 
 Kind = TypeVar("Kind", bound=RequestOutcome)
 
@@ -149,7 +150,7 @@ class Stop:
     def cancels(self, work: asyncio.Task[None]) -> None:
         """Cancel `work` at a signal, for as long as the running loop is there."""
         loop = asyncio.get_running_loop()
-        for signum in (signal.SIGINT, signal.SIGTERM):
+        for signum in heeded((signal.SIGINT, signal.SIGTERM)):
             loop.add_signal_handler(signum, self._came, signum, work)
 
     def _came(self, signum: signal.Signals, work: asyncio.Task[None]) -> None:

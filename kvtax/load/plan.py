@@ -79,7 +79,7 @@ def read_plan(path: Path) -> Plan:
         plan = msgspec.json.decode(path.read_bytes(), type=Plan)
     except OSError as error:
         raise PlanError(f"{path}: cannot be read: {error.strerror}") from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise PlanError(f"{path}: {error}") from error
     names = [phase.name for phase in plan.phases]
     if len(set(names)) < len(names):

@@ -118,7 +118,7 @@ class CompletionStream:
 def _parse(data: bytes) -> _Event:
     try:
         event = _decode(data)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise StreamError(f"undecodable event {data[:200]!r}: {error}") from error
     if event.error is not None:
         raise StreamError(f"in-band error: {msgspec.json.encode(event.error).decode()}")

@@ -7,6 +7,7 @@ part of a path is opened from the part before it.
 
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
@@ -14,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from .errors import TargetError
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# Of what is new, whatever the umask: a server may run as another user.
 FILE_MODE, FOLDER_MODE = 0o644, 0o755
 
 
@@ -36,9 +38,7 @@ def folder_of(root: Path, path: str, make: bool = False) -> Iterator[tuple[int, 
     handle = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for number, part in enumerate(parents):
-            if make:
-                with suppress(FileExistsError):
-                    os.mkdir(part, FOLDER_MODE, dir_fd=handle)
+            is_new = make and _made(part, handle)
             try:
                 inner = os.open(part, _FOLDER, dir_fd=handle)
             except OSError as error:
@@ -51,20 +51,38 @@ def folder_of(root: Path, path: str, make: bool = False) -> Iterator[tuple[int, 
                 ) from None
             os.close(handle)
             handle = inner
+            if is_new:
+                os.fchmod(handle, FOLDER_MODE)
         yield handle, name
     finally:
         os.close(handle)
+
+
+def _made(name: str, folder: int) -> bool:
+    """Make a directory in an opened one; return False if it is there."""
+    try:
+        os.mkdir(name, FOLDER_MODE, dir_fd=folder)
+    except FileExistsError:
+        return False
+    return True
 
 
 def read_below(root: Path, path: str) -> bytes | None:
     """Read a regular file below `root`; None if there is none. Raises OSError."""
     try:
         with folder_of(root, path) as (handle, name):
-            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            with os.fdopen(os.open(name, flags, dir_fd=handle), "rb") as file:
-                return file.read()
+            return read_regular(name, os.O_NOFOLLOW, handle)
     except FileNotFoundError:
         return None
+
+
+def read_regular(path: Path | str, flags: int = 0, folder: int | None = None) -> bytes:
+    """Read a file. Raises OSError, also for a pipe: its reader would wait for ever."""
+    flags |= os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+    with os.fdopen(os.open(path, flags, dir_fd=folder), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "is no regular file", str(path))
+        return file.read()
 
 
 def status_below(root: Path, path: str) -> os.stat_result | None:
@@ -87,7 +105,9 @@ def store(root: Path, path: str, content: bytes, like: os.stat_result | None) ->
         with open(name, "xb", opener=opener) as file:
             file.write(content)
             file.flush()
-            if like is not None:
+            if like is None:
+                os.fchmod(file.fileno(), FILE_MODE)
+            else:
                 with suppress(PermissionError):
                     os.fchown(file.fileno(), like.st_uid, like.st_gid)
                 os.fchmod(file.fileno(), like.st_mode & 0o7777)

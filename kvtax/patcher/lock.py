@@ -13,7 +13,8 @@ from .errors import LockedError, TargetError, WriteError
 from .target import LOCK, Tree
 
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-_HOW = os.O_CLOEXEC | os.O_NOFOLLOW
+# A pipe in place of the lock is opened at once.
+_HOW = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 @contextlib.contextmanager

@@ -94,6 +94,8 @@ def load_patch(folder: Path | str) -> Patch:
 def _read_toml(path: Path, raw: bytes) -> dict[str, Any]:
     try:
         return tomllib.loads(raw.decode())
+    except RecursionError:
+        raise ManifestError(f"{path}: is nested too deeply") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ManifestError(f"{path}: {error}") from None
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 
+from .below import read_regular
 from .blocks import Added, read
 from .errors import DamagedError, TargetError
 
@@ -72,7 +73,7 @@ class Tree:
                     f"{place} is a symbolic link; patch the tree that holds the file"
                 )
         try:
-            return place.read_bytes()
+            return read_regular(place)
         except FileNotFoundError:
             if place.with_suffix(".pyc").is_file():
                 raise TargetError(

@@ -16,11 +16,12 @@ import secrets
 from codecs import BOM_UTF8
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from io import FileIO
 from pathlib import Path
+from stat import S_ISFIFO, S_ISLNK
 from typing import Any, BinaryIO, Generic, Self, TypeVar
 
 import msgspec
@@ -125,9 +126,13 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
             yield file
 
 
-def _is_foreign_link(path: Path) -> bool:
-    """Decide whether `path` is a link that neither the caller nor root made."""
-    return path.is_symlink() and path.lstat().st_uid not in (0, os.geteuid())
+def _is_foreign(path: Path) -> bool:
+    """Decide whether `path` is a link or pipe that neither the caller nor root made."""
+    with suppress(FileNotFoundError):
+        status = path.lstat()
+        is_own = status.st_uid in (0, os.geteuid())
+        return not is_own and (S_ISLNK(status.st_mode) or S_ISFIFO(status.st_mode))
+    return False
 
 
 @contextmanager
@@ -138,12 +143,12 @@ def replacing(path: Path) -> Iterator[Path]:
     names `path`; then the old file is still there, and nothing else.
     """
     try:
-        if not _is_foreign_link(path) and path.exists() and not path.is_file():
+        if _is_foreign(path):
+            why = "is a link or a pipe that another user made"
+            raise OSError(errno.ELOOP, why, str(path))
+        if path.exists() and not path.is_file():
             yield path
             return
-        if _is_foreign_link(path):
-            why = "is a link that another user made"
-            raise OSError(errno.ELOOP, why, str(path))
         path = path.resolve()
         # A name that nobody can have put there before.
         partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")

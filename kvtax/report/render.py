@@ -198,14 +198,14 @@ def terminal(page: Page) -> str:
 
     Lines are as wide as the terminal, or as COLUMNS says.
     """
-    lines = _wrapped([page.title, *page.answer])
+    lines = wrapped([page.title, *page.answer])
     for section in page.sections:
         lines += _section_lines(section)
     lines += warning_lines(page.warnings)
     return "\n".join(lines)
 
 
-def _wrapped(paragraphs: Iterable[str]) -> list[str]:
+def wrapped(paragraphs: Iterable[str]) -> list[str]:
     """Break paragraphs into lines; a list item is indented."""
     width = max(shutil.get_terminal_size().columns, NARROWEST)
     lines: list[str] = []
@@ -224,44 +224,52 @@ def _wrapped(paragraphs: Iterable[str]) -> list[str]:
 def warning_lines(warnings: Iterable[RunWarning]) -> list[str]:
     """Render a heading and a line for each warning; nothing without one."""
     shown = [f"{w.place}: {w}" if w.place else str(w) for w in warnings]
-    return (
-        ["", "Warnings", *_wrapped(f"- {visible(s)}" for s in shown)] if shown else []
-    )
+    return ["", "Warnings", *wrapped(f"- {visible(s)}" for s in shown)] if shown else []
 
 
 def _section_lines(section: Section) -> list[str]:
     match section:
         case Words():
-            return ["", *_wrapped([section.title, *section.paragraphs])]
+            return ["", *wrapped([section.title, *section.paragraphs])]
         case Table() if section.open:
             rows: list[Sequence[Cell]] = [section.columns, *section.rows]
             cells = [
                 [plain(c) if isinstance(c, str) else number(c) for c in row]
                 for row in rows
             ]
-            note = _wrapped([f"({section.note})"] if section.note else [])
-            return ["", *_wrapped([section.title]), *_fitted(cells), *note]
+            note = wrapped([f"({section.note})"] if section.note else [])
+            return ["", *wrapped([section.title]), *_fitted(cells), *note]
         case Bars():
             lines = _section_lines(bar_table(section))
             for bar in section.bars:
-                lines += ["", *_wrapped([bar.note or bar.name, *bar.paragraphs])]
+                lines += ["", *wrapped([bar.note or bar.name, *bar.paragraphs])]
             return lines
         case Verdicts():
             words = (f"{of.name}: {of.verdict}: {of.words}" for of in section.verdicts)
-            return ["", *_wrapped([section.title, *words])]
+            return ["", *wrapped([section.title, *words])]
     return []
 
 
 def _fitted(rows: list[list[str]]) -> list[str]:
-    """Align cells; leave out the last columns that the terminal has no room for."""
+    """Align cells; leave out the last columns that the terminal has no room for.
+
+    Where two are too wide, names in the first are cut.
+    """
     shown, lines = len(rows[0]), aligned(rows)
     width = max(shutil.get_terminal_size().columns, NARROWEST)
     while shown > 2 and max(map(len, lines)) > width:
         shown -= 1
         lines = aligned([row[:shown] for row in rows])
+    if (over := max(map(len, lines)) - width) > 0:
+        most = max(max(len(row[0]) for row in rows) - over, NARROWEST // 2)
+        lines = aligned([[_cut(row[0], most), *row[1:shown]] for row in rows])
     left_out = rows[0][shown:]
     note = f"(a wider terminal also shows: {', '.join(left_out)})"
-    return [*lines, *_wrapped([note])] if left_out else lines
+    return [*lines, *wrapped([note])] if left_out else lines
+
+
+def _cut(name: str, most: int) -> str:
+    return name if len(name) <= most else f"{name[: most - 1]}\N{HORIZONTAL ELLIPSIS}"
 
 
 def aligned(rows: list[list[str]]) -> list[str]:

@@ -51,6 +51,7 @@ def scripts(tmp_path, monkeypatch) -> Path:
         ("trampoline", "python3"),
         ("env X=1 Y= trampoline serve", "python3"),
         ("python3 -m vllm.entrypoints.openai.api_server", "python3"),
+        ("plain --backend vllm --python python3", sys.executable),
     ],
 )
 def test_it_is_the_interpreter_that_the_command_starts(scripts, command, expected):
@@ -70,6 +71,14 @@ def test_it_is_the_interpreter_that_the_command_starts(scripts, command, expecte
         "nice plain serve",
         "uvx plain serve",
         "pipx run plain",
+        "python3 -m pipx run vllm",
+        "plain run vllm serve",
+        "plain -- python3 -m vllm",
+        "bash -lc 'exec vllm serve'",
+        "env -S 'vllm serve'",
+        "stdbuf -oL plain",
+        "setsid -w plain serve",
+        "timeout 5 plain",
     ],
 )
 def test_a_command_that_shows_no_python_needs_it_named(scripts, command):

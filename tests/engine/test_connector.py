@@ -125,6 +125,13 @@ def test_a_config_of_another_connector_is_refused(config):
     own_connector("Theirs", '{"kv_connector": "Theirs"}')
 
 
+@pytest.mark.parametrize("levels", [200, 600, 100_000])
+def test_a_config_that_is_nested_too_deeply_is_refused(levels):
+    deep = '{"a":' * levels + "1" + "}" * levels
+    with pytest.raises(ConfigError, match=r"nested too deeply|is not a JSON object"):
+        own_connector("mypkg.kv:Mine", deep)
+
+
 @pytest.mark.slow
 def test_a_config_may_be_in_a_file_that_others_cannot_read(tmp_path):
     file = tmp_path / "config.json"

@@ -142,6 +142,19 @@ def test_a_patched_package_runs_its_new_code(tree, patches):
     assert not (tree.root / "v1" / "new").exists()  # its bytecode went with it
 
 
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o077])
+def test_what_is_new_is_for_all_to_read_and_not_to_write(tree, patches, umask):
+    before = os.umask(umask)
+    try:
+        apply(tree, [patches["beta"]])
+    finally:
+        os.umask(before)
+    new = tree.root / "v1" / "new"
+    modes = {path.name: path.stat().st_mode & 0o777 for path in [new, *new.rglob("*")]}
+    assert modes.pop("new") == modes.pop("deep") == 0o755
+    assert set(modes.values()) == {0o644}
+
+
 def test_a_foreign_file_in_a_folder_of_ours_is_left_alone(tree, patches):
     apply(tree, [patches["beta"]])
     note = tree.root / "v1" / "new" / "deep" / "note.txt"

@@ -32,6 +32,7 @@ from kvtax.patcher import (
     settle,
     status,
 )
+from kvtax.patcher.target import LOCK
 from tests.patcher.patchlab import (
     FILES,
     FOREIGN,
@@ -307,6 +308,18 @@ def test_a_file_behind_a_symbolic_link_is_refused(tree, patches, tmp_path):
     (tree.root / "v1").symlink_to(tmp_path / "v1")
     patch = make_patch(tmp_path / "p", "p", [], {"v1/sub/new.py": b""})
     refused(tree, TargetError, "symbolic link", lambda: apply(tree, [patch]))
+
+
+def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(tree, patches):
+    os.mkfifo(tree.root / LOCK)
+    check(tree, [patches["alpha"]])
+    with pytest.raises(TargetError, match="was not made by this user's call"):
+        apply(tree, [patches["alpha"]])
+    (tree.root / LOCK).unlink()
+    (tree.root / "scheduler.py").unlink()
+    os.mkfifo(tree.root / "scheduler.py")
+    with pytest.raises(TargetError, match="is no regular file"):
+        apply(tree, [patches["alpha"]])
 
 
 @pytest.mark.parametrize("folder", [".", "v1"])

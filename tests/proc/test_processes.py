@@ -351,6 +351,27 @@ def test_a_signal_that_was_ignored_at_start_stays_ignored(own, tmp_path):
     assert shown == b"SIG_IGN\n"
 
 
+LOOP = """
+import asyncio
+from kvtax.load.client import Stop
+async def work():
+    Stop().cancels(asyncio.current_task())
+asyncio.run(work())
+"""
+
+
+def test_a_loop_puts_no_handler_over_a_signal_that_is_ignored(tmp_path):
+    script = IGNORES.replace("SIGHUP", "SIGINT") + LOOP + SHOWS.replace("HUP", "INT")
+    shown = subprocess.run(
+        [sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True
+    ).stdout
+    assert shown == b"SIG_IGN\n"
+    for room in ("kvtax", "fleet/src"):
+        for file in (REPOSITORY / room).rglob("*.py"):
+            text = file.read_text()
+            assert "add_signal_handler(" not in text or " in heeded(" in text, file
+
+
 def test_descriptors_pass_to_the_command(own):
     reading, writing = os.pipe()
     with os.fdopen(reading) as reader, os.fdopen(writing) as writer:

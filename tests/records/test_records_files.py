@@ -152,6 +152,11 @@ def test_no_file_is_written_through_another_users_link(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="another user"):
         files.write_whole(link, b"page")
     assert precious.read_text() == "kept"
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    os.chown(pipe, 65534, 65534)
+    with pytest.raises(OSError, match="another user"):
+        files.write_whole(pipe, b"page")
     os.chown(link, os.geteuid(), -1, follow_symlinks=False)
     files.write_whole(link, b"page")
     assert precious.read_bytes() == b"page"

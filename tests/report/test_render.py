@@ -91,6 +91,16 @@ def test_no_line_of_words_is_wider_than_the_terminal(monkeypatch, columns):
     assert len(lines) > 480 / columns
 
 
+def test_names_of_a_table_are_cut_where_two_columns_are_too_wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    name = "worker.get_block_ids_with_load_errors"
+    rows = [[f"    {name}", 1234.5, 99.0], ["step", 1.0, 2.0]]
+    table = Table(title="", columns=["us per step", "mean", "share"], rows=rows)
+    lines = render.terminal(msgspec.structs.replace(PAGE, sections=[table]))
+    assert max(map(len, lines.splitlines())) <= 40
+    assert "    worker.get_block_ids_with_lo" in lines
+
+
 BARS = Bars(
     title="",
     unit="us",

@@ -37,7 +37,7 @@ def read_instances(path: Path) -> list[Instance]:
         return _instances_of(content)
     except OSError as error:
         raise InstancesError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InstancesError(f"{path}: {error}") from None
 
 

@@ -26,7 +26,13 @@ from fleet.tests.trace.trace_commands import (
 )
 from tests.proc.living import eventually
 
-from kvtax_fleet.trace import Request, TraceError, read_trace, write_trace
+from kvtax_fleet.trace import (
+    Request,
+    TraceError,
+    read_trace,
+    trace_file,
+    write_trace,
+)
 from kvtax_fleet.trace.trace_file import SCHEMA
 
 pytestmark = pytest.mark.usefixtures("signals")
@@ -204,6 +210,14 @@ def test_a_torn_line_is_refused(tmp_path, kept):
     row = json.dumps(MOONCAKE)
     path = put(tmp_path / "t", MOONCAKE, row[:kept], end="")
     with pytest.raises(TraceError, match=r"line 2: the file ends within the line"):
+        list(read_trace(path))
+
+
+def test_a_packed_line_is_not_unpacked_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(trace_file, "LONGEST_LINE", 1 << 20)
+    path = tmp_path / "t.gz"
+    path.write_bytes(gzip.compress(b"0" * (1 << 22)))
+    with pytest.raises(TraceError, match=r"line 1: over 1 MB"):
         list(read_trace(path))
 
 

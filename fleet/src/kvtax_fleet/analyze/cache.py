@@ -204,7 +204,7 @@ def mirror_against_exact(folder: Path) -> MirrorDifference | None:
         return None
     try:
         breakdown = msgspec.json.decode(path.read_bytes(), type=Breakdown)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise RecordsError(f"{path}: {error}") from None
     caches = [entry.cache for entry in breakdown.instances.values()]
     prompts = sum(cache.compared_prompts or 0 for cache in caches)

@@ -64,7 +64,7 @@ class Model:
         path = path if path.exists() else Path(name)
         try:
             return cls.of(json.loads(path.read_text()))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise HardwareError(f"model {name!r}: {error}") from None
         except KeyError as error:
             raise HardwareError(f"model {name!r}: {path} has no {error}") from None

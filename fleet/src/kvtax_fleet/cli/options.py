@@ -77,7 +77,7 @@ def fields_of(
         raise OptionsError(f"--settings {path} has all settings: leave --{option} out")
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise OptionsError(f"--settings {path}: {error}") from None
 
 

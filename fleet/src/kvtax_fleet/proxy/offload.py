@@ -306,7 +306,7 @@ class Offloader(Generic[Payload]):
 def _params_of(prefilled: Answer, p: Instance) -> dict[str, Any]:
     try:
         params = msgspec.json.decode(prefilled.first, type=_Prefilled)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         why = f"{p.name}: unreadable answer: {error}"
         raise GivenUp("no_kv_params", why) from None
     if params.kv_transfer_params is None:

@@ -17,6 +17,7 @@ import uvloop
 from aiohttp import web
 from kvtax.load import allow_open_files
 from kvtax.proc.ports import LOOPBACK
+from kvtax.signals import heeded
 
 from kvtax_fleet.proxy.apis import APIS
 from kvtax_fleet.proxy.control import Control
@@ -93,7 +94,7 @@ async def _serve(
         if not stopped.done():
             stopped.set_result(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in heeded((signal.SIGINT, signal.SIGTERM)):
         loop.add_signal_handler(number, stop, number)
     async with serving(instances, settings, log_path, endpoint, hurried) as proxy:
         print(_url(endpoint.host, proxy.ports.clients), flush=True)

@@ -279,7 +279,7 @@ class HttpUpstream:
             return by_rank[str(instance.data_parallel_rank or 0)].engine_id
         except (aiohttp.ClientError, OSError) as error:
             raise Failure(502, instance.name, f"{url}: {_named(error)}") from error
-        except (msgspec.DecodeError, KeyError) as error:
+        except (msgspec.DecodeError, RecursionError, KeyError) as error:
             why = f"{url}: no engine id: {error}"
             raise Failure(502, instance.name, why) from None
 

@@ -149,7 +149,7 @@ async def find_model(
         raise ReplayError(f"{where}: HTTP {status}: {body[:200]!r}; or give --model")
     try:
         models = msgspec.json.decode(body, type=_Models).data
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ReplayError(f"{where}: {error}") from None
     named = [model for model in models if name in (None, model.id)]
     if len(named) == 1 or (named and name is not None):

@@ -125,6 +125,8 @@ def require_file(path: str | PathLike[str]) -> None:
         )
 
 
+# Bytes of a line above which it is no request: a few MB of gzip may hold gigabytes.
+LONGEST_LINE = 64 << 20
 # First bytes of packed files, and of others that are no JSON lines.
 GZIP, XZ = b"\x1f\x8b", b"\xfd7zXZ"
 UTF_16 = "text in UTF-16: write it in UTF-8 (iconv -f UTF-16 -t UTF-8)"
@@ -166,9 +168,14 @@ class Lines:
         self.number = 0
         try:
             with open(self.path, "rb") as file, _unpacked(file) as text:
-                for line in text:
+                for line in iter(lambda: text.readline(LONGEST_LINE), b""):
                     self.number += 1
                     self._line = line
+                    if len(line) == LONGEST_LINE:
+                        raise self.error(
+                            f"over {LONGEST_LINE >> 20} MB, as no request is: mend or "
+                            "remove the line"
+                        )
                     yield line
         except (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError) as error:
             self.number += 1
