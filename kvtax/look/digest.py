@@ -73,8 +73,8 @@ class StepDigest:
     longest: list[LongStep] = field(default_factory=list)
     most_us: dict[str, float] = field(default_factory=dict)
     most_free_blocks: int | None = None
-    _counts: dict[str, Ints] = field(default_factory=dict)
-    _of_worker: dict[str, Ints] = field(default_factory=dict)
+    _with_worker: dict[str, Ints] = field(default_factory=dict)
+    _without_worker: dict[str, Ints] = field(default_factory=dict)
     _groups: list[pl.DataFrame] = field(default_factory=list)
     _stretches: list[pl.DataFrame] = field(default_factory=list)
 
@@ -86,10 +86,9 @@ class StepDigest:
         if not self.steps:
             self.begin_ns = int(steps["t_ns"][0])
         self.end_ns = max(self.end_ns, int(steps["end_ns"].to_numpy().max()))
-        us = {
-            name: steps[name].cast(pl.Float32).fill_null(0.0).to_numpy()
-            for name in _times(steps)
-        }
+        times = _times(steps)
+        columns = steps.select(pl.col(times).cast(pl.Float32).fill_null(0.0))
+        us = dict(zip(times, columns.to_numpy().T, strict=True))
         has_worker = steps["execute_model_us"].is_not_null().to_numpy()
         self._count(us, has_worker)
         # A bucket is narrower than the time by which a long step is longer.
@@ -109,12 +108,14 @@ class StepDigest:
         return marked
 
     def _count(self, us: Mapping[str, Times], has_worker: Flags) -> None:
-        is_whole = bool(has_worker.all())
+        for counts, of in (
+            (self._with_worker, has_worker),
+            (self._without_worker, ~has_worker),
+        ):
+            is_whole = bool(of.all())
+            for name, own in us.items() if of.any() else ():
+                _add(counts, name, own if is_whole else own[of])
         for name, own in us.items():
-            added = _counts(own)
-            _add(self._counts, name, added)
-            added = added if is_whole else _counts(own[has_worker])
-            _add(self._of_worker, name, added)
             self.most_us[name] = max(self.most_us.get(name, 0.0), float(own.max()))
 
     def _note_long(self, steps: pl.DataFrame) -> None:
@@ -180,7 +181,7 @@ class StepDigest:
     @property
     def methods(self) -> list[str]:
         """The columns of the connector's methods."""
-        return method_columns(pl.DataFrame(schema=dict.fromkeys(self._counts, pl.Null)))
+        return method_columns(pl.DataFrame(schema=dict.fromkeys(self.most_us, pl.Null)))
 
     @property
     def all(self) -> Population:
@@ -227,11 +228,13 @@ class StepDigest:
 
     def quantile(self, column: str, share: float) -> float:
         """Compute a quantile in us over all steps, the long ones among them."""
-        in_worker = self.has_worker and not column.startswith(OF_THE_ENGINE)
-        by_column = self._of_worker if in_worker else self._counts
-        below = np.cumsum(by_column[column])
+        counted = [self._with_worker]
+        if column.startswith(OF_THE_ENGINE) or not self.has_worker:
+            counted.append(self._without_worker)
+        nothing = np.zeros(BUCKETS, int)
+        below = np.cumsum(np.sum([of.get(column, nothing) for of in counted], axis=0))
         # Where a method was not called at all, it has no column.
-        below += by_column["step_us"].sum() - below[-1]
+        below += sum(int(of["step_us"].sum()) for of in counted if of) - below[-1]
         rank = int((below[-1] - 1) * share + 0.5)
         bucket = int(np.searchsorted(below, rank, side="right"))
         return _middle_us(bucket)
@@ -242,16 +245,13 @@ class StepDigest:
         return pl.concat(self._stretches, how="diagonal")
 
 
-def _add(counts: dict[str, Ints], column: str, added: Ints) -> None:
-    counts[column] = counts[column] + added if column in counts else added
-
-
-def _counts(us: Times) -> Ints:
+def _add(counts: dict[str, Ints], column: str, us: Times) -> None:
     """Count times by bucket; most methods are called in few steps."""
+    of_column = counts.setdefault(column, np.zeros(BUCKETS, int))
     longer = us[us > 0]
-    counts = np.bincount(longer.view(np.int32) >> BITS, minlength=BUCKETS)
-    counts[0] += len(us) - len(longer)
-    return counts
+    added = np.bincount(longer.view(np.int32) >> BITS)
+    of_column[: len(added)] += added
+    of_column[0] += len(us) - len(longer)
 
 
 def _rows_of(us: Times, size: int) -> Times:
@@ -266,9 +266,12 @@ def _sums(values: Any, starts: Ints) -> Floats:
 
 def _means(values: pl.Series, starts: Ints) -> Floats:
     """Compute the means of stretches, NaN where nothing is known."""
-    sums = _sums(values.fill_null(0).to_numpy(), starts)
-    known = _sums(values.is_not_null().to_numpy(), starts)
-    unknown = np.full(len(sums), np.nan)
+    known = np.diff(starts, append=len(values)).astype(float)
+    if values.null_count():
+        known = _sums(values.is_not_null().to_numpy(), starts)
+        values = values.fill_null(0)
+    unknown = np.full(len(starts), np.nan)
+    sums = _sums(values.to_numpy(), starts)
     return np.asarray(np.divide(sums, known, out=unknown, where=known > 0), float)
 
 

@@ -192,11 +192,16 @@ class Steps:
         possible = ended if _are_possible(ended) else ended.filter(_possible(ended))
         self.open += recorded.height - ended.height
         self.impossible += ended.height - possible.height
-        inside = without_outside_calls(_called(possible), is_start=is_start)
-        self.at_start_us |= inside.at_start_us
-        for method, us in inside.between_us.items():
-            self.between_us[method] = self.between_us.get(method, 0.0) + us
-        return _with_parts(inside.steps)
+        called = _called(possible)
+        steps = _with_parts(called)
+        if is_start or (steps["other_us"] < -ROUNDING_US).any():
+            inside = without_outside_calls(called, is_start=is_start)
+            self.at_start_us |= inside.at_start_us
+            for method, us in inside.between_us.items():
+                self.between_us[method] = self.between_us.get(method, 0.0) + us
+            steps = _with_parts(inside.steps)
+        # A worker's record may be longer than its step.
+        return steps.with_columns(pl.col("other_us").clip(lower_bound=0))
 
     def _with_time_alone(self, steps: pl.DataFrame) -> pl.DataFrame:
         until_next_us = (pl.col("t_ns").shift(-1) - pl.col("t_ns")) / 1e3
@@ -384,11 +389,12 @@ def _possible(steps: pl.DataFrame) -> pl.Expr:
 
 
 def _with_parts(steps: pl.DataFrame) -> pl.DataFrame:
-    """Split the times of `steps` into parts that add up to `step_us`."""
+    """Split the times of `steps` into parts that add up to `step_us`.
+
+    `other_us` is below zero where the others are longer than the step.
+    """
     methods = method_columns(steps)
     parts = step_parts(methods)
-    # A worker's record may be longer than its step.
-    parts["other_us"] = parts["other_us"].clip(lower_bound=0)
     return steps.select(
         *("step_id", "t_ns", *ENGINE_COUNTS, *TIMES, "execute_model_us", "worker_t_ns"),
         (pl.col("t_ns") + (pl.col("step_us") * 1e3).cast(pl.Int64)).alias("end_ns"),

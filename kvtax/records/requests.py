@@ -223,7 +223,7 @@ class EngineRequestHeader(FileHeader, tag_field="schema", tag="kvtax.engine_requ
 Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
-class EngineRequest(msgspec.Struct, omit_defaults=True):
+class EngineRequest(msgspec.Struct, omit_defaults=True, gc=False):
     """One request; written when it ended, or when the engine did."""
 
     id: str

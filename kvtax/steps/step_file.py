@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 import numpy as np
@@ -33,7 +33,8 @@ from kvtax.records.steps import (
 
 # Big enough to parse at full speed; a chunk of each rank needs little memory.
 CHUNK_BYTES = 16 << 20
-# Begin and end of a chunk in which methods are searched that the header lacks.
+# Begin and end of a chunk in which methods are searched that the header lacks; a
+# line's beginning is searched in pieces of so many.
 PEEK_BYTES = 64 << 10
 # Fields by method, and how their columns end.
 BY_METHOD = {"connector_self_us": "_us", "connector_calls": "_calls"}
@@ -298,7 +299,7 @@ def _column_type(name: str, methods: Sequence[str]) -> pl.DataType:
     return pl.Int64() if name in ("step_id", "t_ns") else number
 
 
-def _line_spans(file: Any) -> tuple[list[tuple[int, int]], list[int], int]:
+def _line_spans(file: BinaryIO) -> tuple[list[tuple[int, int]], list[int], int]:
     """Byte spans of whole lines after the header, and 1 if the end is torn.
 
     Between them, the beginnings of lines over LONGEST_LINE bytes, which are in no span.
@@ -314,22 +315,30 @@ def _line_spans(file: Any) -> tuple[list[tuple[int, int]], list[int], int]:
         file.seek(target)
         skip_line(file)
         end = file.tell()
-        whole = end
-        if end - begin > LONGEST_LINE or end == size:
-            # The last line of the span may be too long, or torn.
-            file.seek(begin)
-            whole = begin + file.read(target - begin).rfind(b"\n") + 1
-            file.seek(end - 1)
-            if file.read(1) != b"\n":
-                torn = 1
-            elif end - whole > LONGEST_LINE:
-                long.append(whole)
-            else:
-                whole = end
+        # The last line of the span may be too long, or torn.
+        whole = _line_start(file, begin, target)
+        file.seek(end - 1)
+        if file.read(1) != b"\n":
+            torn = 1
+        elif end - whole > LONGEST_LINE:
+            long.append(whole)
+        else:
+            whole = end
         if begin < whole:
             spans.append((begin, whole))
         begin = end
     return spans, long, torn
+
+
+def _line_start(file: BinaryIO, begin: int, place: int) -> int:
+    """Find where the line of a place begins; not before `begin`, which starts one."""
+    while place > begin:
+        at = max(begin, place - PEEK_BYTES)
+        newline = os.pread(file.fileno(), place - at, at).rfind(b"\n")
+        if newline >= 0:
+            return at + newline + 1
+        place = at
+    return begin
 
 
 class _BadLine(NamedTuple):
