@@ -168,8 +168,15 @@ class StepDigest:
         columns |= {name: _means(steps[name], starts) for name in GAUGES}
         columns["slowest.step_id"] = steps["step_id"].to_numpy()[slowest]
         columns |= {f"slowest.{name}": own[slowest] for name, own in us.items()}
-        gauges = [pl.col(name).fill_nan(None) for name in GAUGES]
-        self._stretches.append(pl.DataFrame(columns).with_columns(gauges))
+        self._stretches.append(
+            pl.DataFrame(
+                [
+                    # What is not known of a gauge is NaN.
+                    pl.Series(name, of, nan_to_null=name in GAUGES)
+                    for name, of in columns.items()
+                ]
+            )
+        )
         if len(self._stretches) > STRETCH:
             self._stretches = [pl.concat(self._stretches, how="diagonal")]
 

@@ -209,21 +209,20 @@ def _summed(steps: pl.DataFrame, starts: Ints) -> pl.DataFrame:
         "known": steps["connector_us"].is_not_null(),
     }
     us = steps.select(pl.col(parts).cast(pl.Float64).fill_null(0)).to_numpy().T
-    return pl.DataFrame(
-        {
-            **{name: steps[name].to_numpy()[starts] for name in ("step_id", "t_ns")},
-            "end_ns": steps["end_ns"].to_numpy()[last],
-            "steps": last - starts + 1,
-            **{
-                name: np.add.reduceat(of.to_numpy(), starts, dtype=np.int64)
-                for name, of in counts.items()
-            },
-            **{
-                name: np.add.reduceat(of, starts)
-                for name, of in zip(parts, us, strict=True)
-            },
-        }
-    )
+    columns = {
+        **{name: steps[name].to_numpy()[starts] for name in ("step_id", "t_ns")},
+        "end_ns": steps["end_ns"].to_numpy()[last],
+        "steps": last - starts + 1,
+        **{
+            name: np.add.reduceat(of.to_numpy(), starts, dtype=np.int64)
+            for name, of in counts.items()
+        },
+        **{
+            name: np.add.reduceat(of, starts)
+            for name, of in zip(parts, us, strict=True)
+        },
+    }
+    return pl.DataFrame([pl.Series(name, of) for name, of in columns.items()])
 
 
 def _is_in(ids: Ints, named: Ints) -> npt.NDArray[np.bool_]:

@@ -378,11 +378,14 @@ def by_method(side: str, frame: pl.DataFrame) -> pl.DataFrame:
     called and not timed in a step gets the mean per call of those that were.
     """
     for field, ending in BY_METHOD.items():
-        by_name = frame[field].struct
-        names = [f"{side}.{name}{ending}" for name in by_name.fields]
+        by_name = frame[field]
+        names = [f"{side}.{name}{ending}" for name in by_name.struct.fields]
         frame = frame.drop(field)
-        if names:
-            frame = frame.hstack(by_name.rename_fields(names).struct.unnest())
+        if by_name.null_count() == len(by_name):
+            nothing = pl.lit(None, pl.Float32)
+            frame = frame.with_columns(nothing.alias(name) for name in names)
+        elif names:
+            frame = frame.hstack(by_name.struct.rename_fields(names).struct.unnest())
     methods = [name.removesuffix("_us") for name in method_columns(frame)]
     fields = method_fields(side, [name.partition(".")[2] for name in methods])
     named = {f"{side}.{name}" for name in fields}

@@ -189,7 +189,7 @@ class _Order:
         if frame.height:
             self._last_id = frame["step_id"][-1]
             self._last_ns = max(self._last_ns, int(frame["t_ns"].to_numpy().max()))
-        return frame.with_columns(pl.col("step_id").set_sorted())
+        return frame
 
     def _note(self, again: pl.DataFrame) -> None:
         if again.height and self._again is None:
@@ -379,6 +379,8 @@ def _parse_fast(lines: bytes, schema: Schema) -> pl.DataFrame:
 
 def _by_name(texts: pl.Series, kind: pl.Struct) -> pl.Series:
     """Parse the texts that are not null, as structs. Raises PolarsError."""
+    if texts.null_count() == len(texts):
+        return pl.Series(texts.name, dtype=kind).clear(len(texts))
     known = texts.is_not_null()
     few = texts.filter(known).str.json_decode(kind).struct.unnest()
     row = pl.when(known).then(known.cum_sum() - 1).cast(pl.UInt32).alias("row")
@@ -394,7 +396,10 @@ def _by_name(texts: pl.Series, kind: pl.Struct) -> pl.Series:
 
 def _good(lines: bytes, schema: Schema) -> tuple[pl.DataFrame, list[_BadLine]]:
     """Parse the lines that are good; the bad ones are found by halving."""
-    frames, bad = [_parse(b"", schema)], []
+    try:
+        return _parse_fast(lines, schema), []
+    except (pl.exceptions.PolarsError, RecordsError):
+        frames, bad = [_parse(b"", schema)], []
 
     def sort_out(rows: list[bytes], first: int) -> None:
         try:
@@ -407,10 +412,7 @@ def _good(lines: bytes, schema: Schema) -> tuple[pl.DataFrame, list[_BadLine]]:
             sort_out(rows[:half], first)
             sort_out(rows[half:], first + half)
 
-    try:
-        return _parse_fast(lines, schema), []
-    except (pl.exceptions.PolarsError, RecordsError):
-        sort_out(lines.splitlines(keepends=True), 0)
+    sort_out(lines.splitlines(keepends=True), 0)
     return pl.concat(frames), bad
 
 
