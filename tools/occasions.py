@@ -5,7 +5,8 @@ Does a headline hold the next run? For each sweep, by default those in
 benchmarks/results/sweeps/ and the committed one: the machine's grade, how many configs
 are not known, and what a full cache adds to a step of the config that walks all hashes,
 in vLLM's own work and in us. Then how often two sweeps agree in a statement: their
-difference is within both intervals. Nothing is measured anew.
+difference is within both intervals. Sweeps of which own work differs too much are
+counted apart. Nothing is measured anew.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from kvtax.records.files import read_document
 from kvtax.records.per_config import Evidence, PerConfig
 from kvtax.report.markdown import interval, number, table
 from kvtax.verdict.analysis import judge
-from kvtax.verdict.changes import sweep_changes
+from kvtax.verdict.changes import MOST_APART, are_comparable, sweep_changes
 
 SWEEPS = REPOSITORY / "benchmarks" / "results" / "sweeps"
 COMMITTED = REPOSITORY / "evidence.json.gz"
@@ -53,21 +54,29 @@ def read(file: Path) -> PerConfig:
 
 def report(sweeps: list[PerConfig]) -> str:
     """Render a row per sweep, and how often two of them agree."""
-    agree = [
-        near(before, after)
-        for old, new in combinations(sweeps, 2)
-        for before, after in _statements(old, new)
-    ]
+    agree: dict[bool, list[bool]] = {True: [], False: []}
+    for old, new in combinations(sweeps, 2):
+        agree[are_comparable(old, new)] += [
+            near(*pair) for pair in _statements(old, new)
+        ]
     bold = [
         sum(change.changed for change in sweep_changes(old, new))
         for old, new in permutations(sweeps, 2)
     ]
-    counts = (
-        f"Two sweeps agree in {sum(agree)} of {len(agree)} statements: what a config "
-        "costs over the baseline, and what a full cache adds. `kvtax compare` calls "
-        f"{sum(bold)} costs changed in {len(bold)} ordered pairs."
-    )
-    return f"{rows(sweeps)}\n\n{counts}"
+    lines = [
+        rows(sweeps),
+        f"Two sweeps agree in {sum(agree[True])} of {len(agree[True])} statements: "
+        "what a config costs over the baseline, and what a full cache adds. "
+        f"`kvtax compare` calls {sum(bold)} costs changed in {len(bold)} ordered "
+        "pairs.",
+    ]
+    if apart := agree[False]:
+        lines.append(
+            f"Two whose own work differs by more than a factor of {MOST_APART:g} agree "
+            f"in {sum(apart)} of {len(apart)}, and `kvtax compare` says that they "
+            "cannot be compared."
+        )
+    return "\n\n".join(lines)
 
 
 def rows(sweeps: list[PerConfig]) -> str:
@@ -80,6 +89,7 @@ def rows(sweeps: list[PerConfig]) -> str:
         lines.append(
             [
                 str(document.provenance.get("date_utc"))[:16],
+                (document.provenance.get("cpu_model") or "").split("(")[0],
                 machine.grade if machine else "not graded",
                 f"{unknown} of {len(document.configs)}",
                 number(machine.own_us if machine else None, 0),
@@ -87,13 +97,13 @@ def rows(sweeps: list[PerConfig]) -> str:
                 number(adds.us if adds else None, 0),
             ]
         )
-    head = ["began (UTC)", "machine", "not known", "own work, µs"]
+    head = ["began (UTC)", "CPU", "machine", "not known", "own work, µs"]
     head += ["a full cache adds to the walk's step, %", "in µs"]
     return table(head, lines)
 
 
 def _statements(old: PerConfig, new: PerConfig) -> list[tuple[Estimate, Estimate]]:
-    """Return the statements that both sweeps have."""
+    """Return the statements that both sweeps have with intervals."""
     pairs = []
     for name, before in old.configs.items():
         after = new.configs[name]
@@ -101,7 +111,7 @@ def _statements(old: PerConfig, new: PerConfig) -> list[tuple[Estimate, Estimate
             (before.over_baseline, after.over_baseline),
             (before.full_adds, after.full_adds),
         ):
-            if ours and theirs:
+            if ours and theirs and ours.percent.ci95 and theirs.percent.ci95:
                 pairs.append((ours.percent, theirs.percent))
     return pairs
 

@@ -2,7 +2,8 @@
 """Changes between two sweeps, or between two cells of one connector.
 
 Two sweeps are compared in vLLM's own work, so a machine that is slower today is no
-change. A cost has changed if the interval of the difference leaves out 0, where all
+change, unless it is slower by more than MOST_APART: then nothing is called changed. A
+cost has changed if the interval of the difference leaves out 0, where all
 intervals of the table hold at once (Bonferroni): of twenty comparisons of unchanged
 code, one may have a change.
 """
@@ -10,7 +11,7 @@ code, one may have a change.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import hypot
 from typing import Any
 
@@ -42,6 +43,10 @@ SEVERITY = {"flat": 0, "drifts": 1, "stalls": 2, "grows": 2, "failed": 3}
 HARMLESS = {"name", "summary", "configs", "repeats", "most_repeats", "minutes"}
 HARMLESS |= {"load.ladder.passes"}
 MACHINE = ("cpu_model", "cpu_count", "gpu_model")
+# Shares of own work agreed between sweeps in which it differed by a factor of 2.4. With
+# 6.5 the walk's was two thirds higher: memory was so slow that what reads much of it
+# lost more (docs/benchmarks.md).
+MOST_APART = 2.5
 
 
 class NotComparable(Exception):
@@ -133,7 +138,10 @@ def compare_gates(
 
 
 def sweep_changes(old: PerConfig, new: PerConfig) -> list[Change]:
-    """List the changes of every config of both runs, in own work."""
+    """List the changes of every config of both runs, in own work.
+
+    Of runs whose machines are not comparable none is certain.
+    """
     pairs = []
     for name in new.configs:
         if name in old.configs:
@@ -142,7 +150,19 @@ def sweep_changes(old: PerConfig, new: PerConfig) -> list[Change]:
     known = sum(before is not None and after is not None for *_, before, after in pairs)
     looks = max(old.profile.looks, new.profile.looks)
     wider = _wider(known, look_level(looks))
-    return [_change(*pair, wider) for pair in pairs]
+    changes = [_change(*pair, wider) for pair in pairs]
+    if are_comparable(old, new):
+        return changes
+    return [replace(change, changed=False) for change in changes]
+
+
+def are_comparable(old: PerConfig, new: PerConfig) -> bool:
+    """Return whether own work took about as long; True where a run does not say."""
+    own_us = [run.machine.own_us if run.machine else None for run in (old, new)]
+    before, after = (us or 0.0 for us in own_us)
+    if not before or not after:
+        return True
+    return max(before, after) <= MOST_APART * min(before, after)
 
 
 def _costs(entry: Judged) -> dict[str, Estimate | None]:
@@ -243,6 +263,13 @@ def _facts(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any
 def _cautions(old: PerConfig, new: PerConfig) -> list[str]:
     """List reasons to distrust the comparison."""
     reasons = []
+    if not are_comparable(old, new):
+        own_us = [run.machine.own_us for run in (old, new) if run.machine]
+        reasons.append(
+            f"vLLM's own work took {own_us[0]:,.0f} us in OLD and {own_us[1]:,.0f} us "
+            f"in NEW. Shares of it agree up to a factor of {MOST_APART:g}, so no cost "
+            "is called changed. Measure both on one machine, in one hour."
+        )
     differing = [
         f"{key} {old.provenance.get(key)!r} and {new.provenance.get(key)!r}"
         for key in MACHINE
@@ -250,8 +277,9 @@ def _cautions(old: PerConfig, new: PerConfig) -> list[str]:
     ]
     if differing:
         reasons.append(
-            f"Different machines, {'; '.join(differing)}: shares of own work agreed "
-            "between days of one machine. Measure OLD again on NEW's."
+            f"Different machines, {'; '.join(differing)}: costs over the baseline "
+            "agreed between two CPUs, growth that reads much memory did not. Measure "
+            "OLD again on NEW's."
         )
     if old.baseline != new.baseline:
         reasons.append(

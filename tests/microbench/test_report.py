@@ -18,6 +18,7 @@ from kvtax.paths import REPOSITORY
 from kvtax.records.estimate import Estimate
 from kvtax.records.warning import Warn
 from kvtax.verdict.analysis import analyse
+from kvtax.verdict.changes import are_comparable
 from kvtax.verdict.trials import load_run
 from tests.microbench.synthetic import Report, Truth, report_of, write_run
 from tools import occasions
@@ -372,7 +373,9 @@ def test_statements_of_the_committed_sweeps_agree():
     adds = [
         next(e for e in of.configs.values() if e.verdict == "grows").full_adds.percent
         for of in sweeps
+        if are_comparable(sweeps[0], of)
     ]
+    assert len(adds) >= 4
     values = [estimate.value for estimate in adds]
     # Microseconds differ by a factor of 2.8.
     assert max(values) < 1.1 * min(values)

@@ -19,7 +19,12 @@ from kvtax.records.per_config import Evidence
 from kvtax.verdict.analysis import judge
 from kvtax.verdict.bounds import Bound, Check, headline
 from kvtax.verdict.bounds import judge as judge_bound
-from kvtax.verdict.changes import sweep_changes
+from kvtax.verdict.changes import (
+    MOST_APART,
+    are_comparable,
+    compare_sweeps,
+    sweep_changes,
+)
 from tests.harness.made_up import made
 from tests.verdict.conftest import changed, section
 
@@ -223,6 +228,8 @@ def test_unchanged_code_has_no_change_between_days_and_a_fifth_more_is_found(swe
     for old, new in pairs:
         changes = sweep_changes(documents[old], documents[new])
         assert not [change for change in changes if change.changed]
+    pairs = [(o, n) for o, n in pairs if are_comparable(documents[o], documents[n])]
+    assert len(pairs) >= 12
     hits = sum(
         any(
             c.changed and c.subject == WALK
@@ -231,6 +238,18 @@ def test_unchanged_code_has_no_change_between_days_and_a_fifth_more_is_found(swe
         for o, n in pairs
     )
     assert hits >= 0.9 * len(pairs)
+
+
+@pytest.mark.slow
+def test_machines_too_far_apart_are_not_compared_and_that_comes_first(sweeps):
+    runs = [judge(evidence).document for evidence in sweeps]
+    old, new = (
+        chosen(runs, key=lambda run: run.machine.own_us) for chosen in (min, max)
+    )
+    assert new.machine.own_us > MOST_APART * old.machine.own_us
+    comparison = compare_sweeps(old, new)
+    assert not [change for change in comparison.changes if change.changed]
+    assert "no cost is called changed" in comparison.cautions[0]
 
 
 @pytest.mark.parametrize(
