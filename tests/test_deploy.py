@@ -189,6 +189,7 @@ def test_the_component_only_adds_and_leaves_nothing_when_it_is_deleted(kind, tmp
 ROLES = ("leader", "worker")
 
 
+@pytest.mark.slow
 @needs_kustomize
 @pytest.mark.parametrize("roles", [ROLES, ["worker"]])
 def test_pods_of_a_leader_worker_set_keep_what_they_had_and_record(roles, tmp_path):

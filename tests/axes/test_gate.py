@@ -257,6 +257,7 @@ def test_old_growth_on_a_slower_machine_is_no_new_growth():
     assert any(check.fails for check in check_since(twice, old, "abc"))
 
 
+@pytest.mark.slow
 def test_an_axis_that_the_old_cell_has_not_is_not_compared():
     old = made()
     del old.levels["prompt"], old.means_us["prompt"]

@@ -431,6 +431,7 @@ def test_it_listens_and_all_places_name_the_same_port(folder):
         assert not needs_company(given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [None, "the engine died"])
 def test_it_ends_with_the_block_and_when_the_engine_fails(folder, error):
     with (
@@ -443,6 +444,7 @@ def test_it_ends_with_the_block_and_when_the_engine_fails(folder, error):
     assert gone([pid])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("companion", "why"),
     [

@@ -85,6 +85,7 @@ def test_only_our_own_may_keep_bytecode(foreign):
     assert installation().command("-c", "pass") == [sys.executable, "-c", "pass"]
 
 
+@pytest.mark.slow
 def test_what_is_first_on_our_path_is_not_taken_for_installed(foreign, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     with pytest.raises(ModuleNotFoundError):
@@ -140,6 +141,7 @@ FORK = {
 }
 
 
+@pytest.mark.slow
 def test_a_vllm_by_another_name_is_asked_itself(foreign):
     (packages,) = foreign.glob("lib/*/site-packages")
     for name, text in FORK.items():

@@ -133,6 +133,7 @@ def test_a_fork_looks_like_a_new_process(folder):
     assert {"0", "1", "2"} == set(forked["open"])
 
 
+@pytest.mark.slow
 def test_status_output_and_stars_for_secrets_are_those_of_the_command(folder):
     command = [sys.executable, "-m", "facts"]
     env = os.environ | {"PYTHONPATH": str(folder)}

@@ -221,6 +221,7 @@ def test_every_kind_of_warning_has_a_text_and_says_what_to_do_about_it():
         assert remedy[0].isupper() or remedy.startswith("{what}")
 
 
+@pytest.mark.slow
 def test_a_failed_repeat_is_named_and_the_others_are_used(tmp_path: Path):
     folder = write_run(tmp_path, [Truth("plain")], repeats=2, steps=900)
     path = folder / "plain" / "r1" / "trial.json"

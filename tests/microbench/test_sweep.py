@@ -196,6 +196,7 @@ def test_passes_have_a_hit_a_long_prompt_and_a_request_after_idleness(name, repe
     assert all(of_kind == turns for of_kind in levels.values())
 
 
+@pytest.mark.slow
 def test_a_prompt_that_is_to_hit_is_the_one_that_filled_the_cache():
     plan = load_profile("cpu").plan("model", 1000, 0, grows=False)
     sent = [msgspec.json.decode(body)["prompt"] for body in bodies(plan)]
@@ -285,6 +286,7 @@ def spec(
     return TrialSpec(name, connector, settings, model, installed, Path(), {}, error)
 
 
+@pytest.mark.slow
 def test_odd_rounds_go_backwards_so_that_a_drift_affects_all_configs_alike():
     first = {name: spec(name) for name in "abc"}
     rounds = [

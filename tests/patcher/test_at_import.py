@@ -166,6 +166,7 @@ def test_data_of_the_package_is_where_it_was(site):
     site.printed(script)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_child_processes_are_patched_too(site, method):
     script = site.folder / "parent.py"

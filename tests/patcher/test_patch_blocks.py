@@ -54,12 +54,14 @@ def test_parse_gives_back_what_render_was_given(case):
     assert parse(render(lines, blocks)) == (lines, blocks)
 
 
+@pytest.mark.slow
 @given(patched())
 def test_render_gives_back_the_text_that_was_parsed(case):
     text = render(*case)
     assert render(*parse(text)) == text
 
 
+@pytest.mark.slow
 @given(patched(), st.randoms(use_true_random=False))
 def test_render_does_not_depend_on_the_order_of_the_blocks(case, random):
     lines, blocks = case

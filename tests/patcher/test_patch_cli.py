@@ -345,6 +345,7 @@ def test_an_old_python_gets_one_sentence_and_no_traceback(house):
     assert "needs Python >= 3.11, and this is 3.8.10;" in line
 
 
+@pytest.mark.slow
 def test_the_default_target_is_what_this_python_would_import(house, tree):
     environment = os.environ | {"PYTHONPATH": str(tree.root.parent)}
     run = [sys.executable, str(house / "apply_step_timing_v2.py"), "--check"]
@@ -378,6 +379,7 @@ def test_a_path_that_the_locale_cannot_show_ends_nothing(house, tmp_path):
     assert rb"caf\xe9" in out.stdout and b"changed: scheduler.py" in out.stdout
 
 
+@pytest.mark.slow
 def test_kvtax_patch_takes_the_same_options_and_returns_the_same_codes(
     tmp_path, capsys
 ):

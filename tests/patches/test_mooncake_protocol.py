@@ -148,6 +148,7 @@ def test_every_pull_ends_where_both_sides_are_patched(sources, events):
     check_every_pull_ends(sources, events)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sources", ENDS, indirect=True)
 def test_a_pull_that_was_refused_takes_nothing_from_the_next(sources):
     check_refused_pull(sources)

@@ -71,6 +71,7 @@ def pids(folder: Path) -> list[int]:
     return [int(content(folder / name)) for name in ("command", "daemon")]
 
 
+@pytest.mark.slow
 def test_stop_ends_the_command_and_its_daemon_and_removes_its_scratch(folder):
     with start(folder) as running:
         processes = pids(folder)
@@ -115,6 +116,7 @@ def test_stop_leaves_nothing_when_the_supervisor_itself_was_killed(folder):
     assert not Path(content(folder / "scratch")).exists()
 
 
+@pytest.mark.slow
 def test_a_stray_sigterm_to_the_supervisor_takes_the_command_with_it(folder):
     running = start(folder)
     processes = pids(folder)
@@ -123,6 +125,7 @@ def test_a_stray_sigterm_to_the_supervisor_takes_the_command_with_it(folder):
     assert gone(processes)
 
 
+@pytest.mark.slow
 def test_exit_status_and_output_of_the_command_are_kept(folder):
     command = [sys.executable, "-c", "print('out'); raise SystemExit(7)"]
     running = Supervised(command, dict(os.environ), folder / "log")
@@ -130,6 +133,7 @@ def test_exit_status_and_output_of_the_command_are_kept(folder):
     assert (folder / "log").read_text() == "out\n"
 
 
+@pytest.mark.slow
 def test_a_log_has_stars_for_secrets_whoever_of_the_command_prints_them(folder):
     script = "import os, subprocess, sys, time; print('a sesame', flush=True)\n"
     script += "subprocess.run(['sh', '-c', 'printf se; sleep 0.1; echo same >&2'])\n"
@@ -142,6 +146,7 @@ def test_a_log_has_stars_for_secrets_whoever_of_the_command_prints_them(folder):
     assert "sesame" not in str(running._process.args[:4])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["os._exit(0)", "time.sleep(600)"])
 def test_what_openmp_leaves_in_memory_goes_with_the_command(ending, tmp_path):
     script = "import os, pathlib, time\n"
@@ -180,6 +185,7 @@ def left_of(segments: list[str]) -> list[bool]:
     return [Path("/dev/shm", name).exists() for name in segments]
 
 
+@pytest.mark.slow
 def test_memory_that_a_server_shares_goes_with_it(segments, tmp_path):
     command, log = [sys.executable, "-c", SHARES, *segments], tmp_path / "log"
     with Supervised(command, dict(os.environ), log):
@@ -247,6 +253,7 @@ def begin(tmp_path, own) -> Callable[..., subprocess.Popen]:
     return begin
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "code"),
     [
@@ -286,6 +293,7 @@ def test_nothing_is_left_whichever_process_is_killed(begin, own, tmp_path, kille
     eventually(lambda: gone([server, daemon, parent]) and not own.exists())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_shared_memory_goes_with_a_command_in_the_foreground(
     segments, begin, own, number
@@ -416,6 +424,7 @@ def test_a_start_that_is_interrupted_leaves_no_scratch(tmp_path, monkeypatch):
     assert not scratch.exists()
 
 
+@pytest.mark.slow
 def test_an_interruption_does_not_wait_for_a_stubborn_command(folder):
     began_s = time.monotonic()
     with pytest.raises(KeyboardInterrupt), start(folder, "deaf"):

@@ -328,6 +328,7 @@ def test_a_device_is_written_to_and_a_link_stays(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"link", "target"}
 
 
+@pytest.mark.slow
 def test_a_file_that_unpacks_to_gigabytes_is_refused_early(tmp_path: Path) -> None:
     path = tmp_path / "run.json.gz"
     path.write_bytes(gzip.compress(bytes(66 << 20)))
@@ -367,6 +368,7 @@ def test_every_document_of_the_core_has_a_format():
     assert tagged <= first
 
 
+@pytest.mark.slow
 def test_structs_inside_of_others_are_described():
     page = described(FORMATS["run.json"])
     headings = [line for line in page.splitlines() if line.startswith("## ")]

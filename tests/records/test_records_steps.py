@@ -57,6 +57,7 @@ def cut_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cut")
 
 
+@pytest.mark.slow
 @given(cut=st.integers(0, 1_500), chunk=st.integers(1, 700))
 @settings(max_examples=60, deadline=None)
 def test_a_file_cut_at_any_byte_loses_only_its_torn_last_line(

@@ -210,6 +210,7 @@ def test_a_png_has_the_colours_of_the_page(tmp_path):
     assert not (abs(pixels - colors.to_rgb(PALETTE.colour(0))) < 0.01).all(axis=1).any()
 
 
+@pytest.mark.slow
 def test_lines_of_what_does_not_grow_are_grey_and_share_a_label_where_they_meet(
     tmp_path,
 ):
@@ -230,6 +231,7 @@ def test_lines_of_what_does_not_grow_are_grey_and_share_a_label_where_they_meet(
     assert labels == [["line 2", "line 1"], ["line 3"], ["line 0"]]
 
 
+@pytest.mark.slow
 def test_a_line_with_gaps_is_drawn_to_its_last_value(tmp_path):
     gaps = Figure(
         title="",

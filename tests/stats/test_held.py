@@ -502,6 +502,7 @@ def uneven(rng: np.random.Generator, share: float, servers: int = 3) -> Holds:
     return replace(holds, values=values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.1])
 def test_the_share_between_servers_is_found_from_several_configs(share):
     rng = np.random.default_rng(5)

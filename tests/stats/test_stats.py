@@ -111,6 +111,7 @@ def test_drift_of_the_machine_cancels_out_within_a_round():
     assert (low_us, high_us) == pytest.approx((2, 2))
 
 
+@pytest.mark.slow
 def test_an_interval_is_as_wide_as_the_rounds_differ_and_not_their_steps():
     def median(steps):
         return float(np.quantile(steps, 0.5))

@@ -32,6 +32,7 @@ SWEEPS = REPOSITORY / "benchmarks" / "results" / "sweeps"
 WALK = "mooncake_both_hash_sync"
 
 
+@pytest.mark.slow
 def test_a_run_compared_with_itself_passes_and_nothing_changed(run, gate):
     shown = gate(run, run)
     assert shown.status == 0 and shown.error == ""
@@ -177,6 +178,7 @@ def test_a_missing_file_is_bad_input_and_no_broken_limit(tmp_path, capsys, missi
     assert "missing" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_two_gates_are_compared_in_the_same_table(tmp_path, capsys):
     old, new = tmp_path / "old.json", tmp_path / "new.json"
     write_document(old, made())

@@ -101,6 +101,7 @@ def analysed(**configs: dict[str, list[float | None]]) -> Analysis:
     return judge(evidence(**usual | configs))
 
 
+@pytest.mark.slow
 def test_costs_are_shares_of_own_work_whatever_the_machines_speed():
     values = {}
     for speed in (1.0, 2.5):
@@ -125,6 +126,7 @@ def test_costs_are_shares_of_own_work_whatever_the_machines_speed():
     assert slow.full_adds.us == pytest.approx(2.5 * once.full_adds.us, rel=0.01)
 
 
+@pytest.mark.slow
 def test_an_interval_holds_a_server_that_is_not_measured():
     """Servers that differ by a tenth make the statement on a growing config wider."""
     alike = analysed(mine=holds(4, 110.0, 800.0, servers=3))
@@ -141,6 +143,7 @@ def test_an_interval_holds_a_server_that_is_not_measured():
     assert wide.low < 0.9 * narrow.value
 
 
+@pytest.mark.slow
 def test_the_baseline_is_the_pair_where_both_are_alike():
     document = analysed(mine=holds(4, 240.0)).document
     assert (document.baseline, document.floor) == ("plain", "noop")
@@ -151,6 +154,7 @@ def test_the_baseline_is_the_pair_where_both_are_alike():
     assert document.configs["mine"].over_baseline.percent.low > 0
 
 
+@pytest.mark.slow
 def test_where_equal_configs_differ_nothing_is_compared_and_that_is_said_first():
     analysis = analysed(plain_aa=holds(2, 200.0), mine=holds(4, 240.0, 800.0))
     document = analysis.document
@@ -179,6 +183,7 @@ def test_what_decides_is_what_the_run_measured():
     assert decisive(calls, many, reads_cpu=True) == needed | {"calls_many"}
 
 
+@pytest.mark.slow
 def test_the_doubt_is_that_of_the_least_known_metric_by_its_margin():
     entry = analysed(mine=holds(4, 110.0, noise=0.3)).document.configs["mine"]
     assert entry.verdict == "inconclusive"
@@ -188,6 +193,7 @@ def test_the_doubt_is_that_of_the_least_known_metric_by_its_margin():
     assert flat.verdict == "flat" and largest_relative_bound(flat) == 0
 
 
+@pytest.mark.slow
 def test_all_columns_of_a_table_are_fitted_at_one_level_methods_too():
     columns = holds(4, 110.0, 800.0)
     columns["worker.get_finished"] = columns["timed"]

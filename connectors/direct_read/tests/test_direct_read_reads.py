@@ -100,6 +100,7 @@ def test_whatever_fails_nothing_is_in_flight_and_what_counts_is_right(fates, blo
     check(read_blocks, fates, *blocks)
 
 
+@pytest.mark.slow
 @given(any_blocks)
 def test_every_block_is_read_once_into_its_place_in_as_few_reads_as_possible(blocks):
     pairs = set(zip(*blocks, strict=True))

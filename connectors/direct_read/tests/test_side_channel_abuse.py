@@ -317,6 +317,7 @@ def is_request(payload: bytes) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "num_frames", [10_000, pytest.param(1_000_000, marks=pytest.mark.long)]
 )

@@ -167,6 +167,7 @@ def test_the_workload_is_what_was_asked_for(tmp_path: Path) -> None:
     assert spreads["growth per session, tokens"].max == max(grown)
 
 
+@pytest.mark.slow
 def test_the_report_has_a_section_for_each_only_where_there_is_something(
     tmp_path: Path,
 ) -> None:

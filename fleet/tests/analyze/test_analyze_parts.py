@@ -49,6 +49,7 @@ intervals = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(intervals, st.integers(0, 60), st.integers(1, 30))
 @settings(deadline=None, max_examples=60)
 def test_load_is_what_is_under_way_and_its_mean_over_an_interval_the_overlap(

@@ -82,6 +82,7 @@ def test_fewer_sessions_than_slots_are_refused_in_a_closed_loop_alone():
     check_slots(experiment(concurrency=[15], open_loop=True), sessions=1)
 
 
+@pytest.mark.slow
 def test_a_trace_longer_than_the_context_is_refused_before_a_fleet_starts(
     tmp_path, capsys
 ):

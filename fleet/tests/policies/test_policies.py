@@ -103,6 +103,7 @@ def test_a_decision_is_possible_the_same_again_and_of_the_lowest_score_if_not_pi
     assert decision == decided(policy, request_info, snapshot)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", LMETRICS)
 @given(request_info=requests, snapshot=snapshots())
 def test_lmetric_has_no_affinity(policy, request_info, snapshot):
@@ -111,6 +112,7 @@ def test_lmetric_has_no_affinity(policy, request_info, snapshot):
     assert pinned == decided(policy, request_info, free)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", BLIND)
 @given(request_info=requests, snapshot=snapshots(), cached=st.integers(0, 50_000))
 def test_a_policy_blind_to_caches_decides_the_same_whatever_is_cached(
@@ -336,6 +338,7 @@ def test_kv_moves_only_to_where_it_fits_beside_all_that_is_in_flight(
     assert moves_kv(policy, None, 60_001)
 
 
+@pytest.mark.slow
 @given(request_info=requests, snapshot=snapshots(), policy=st.sampled_from(GATED))
 def test_whatever_the_load_no_kv_moves_to_where_it_does_not_fit(
     request_info, snapshot, policy

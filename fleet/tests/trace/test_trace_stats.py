@@ -47,6 +47,7 @@ def test_real_traces_are_as_their_readme_says(
         assert result["cross_session_reuse"] < 0.001
 
 
+@pytest.mark.slow
 def test_lengths_of_the_conversation_trace_are_as_published(capsys):
     result = stats(capsys, CONVERSATION)
     assert round(result["input_tokens"]["mean"]) == 12_035
@@ -149,6 +150,7 @@ def test_reuse_is_split_into_own_and_other_sessions(tmp_path, capsys):
     assert alone["intra_session_share_of_reuse"] is None
 
 
+@pytest.mark.slow
 def test_stats_are_markdown_unless_told_otherwise(capsys):
     assert run("stats", LE62K, "--cache-blocks", 9000) == 0
     out = capsys.readouterr().out
@@ -197,6 +199,7 @@ def heads(ids: list[int]) -> list[tuple[int, ...]]:
 sizes = st.lists(st.integers(1, 9), min_size=1, max_size=4)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(prompts(), sizes)
 def test_reuse_is_that_of_sets_of_prefixes(every, sizes):
