@@ -181,7 +181,7 @@ def stand_ins(connector: Connector) -> list[str]:
     patches = {
         patch
         for config in configs
-        if names.issuperset(_names_in_vllm(config.kv_transfer_config))
+        if (own := {*_names_in_vllm(config.kv_transfer_config)}) and own <= names
         for patch in config.patches
     }
     return [patch for patch in STAND_INS if patch in patches]
