@@ -24,6 +24,7 @@ from kvtax.proc.machine_lock import machine_lock
 from kvtax.records.files import read_document, write_document, write_whole
 from kvtax.records.observatory_cell import CellRecord
 from kvtax.report.markdown import table
+from kvtax.report.render import escaped
 from kvtax.verdict.axes import (
     ALL,
     AXES,
@@ -90,7 +91,9 @@ def gate(options: GateOptions) -> GateResult:
     cell = _measure(name, connector, options)
     if cell.error:
         why = reason(cell.error)
-        _append(options.summary, f"`{cell.connector}` was not measured: {why}\n")
+        _append(
+            options.summary, f"`{cell.connector}` was not measured: {escaped(why)}\n"
+        )
         message = f"{cell.connector} could not be measured\n{cell.error}"
         raise NotMeasured(message if message.endswith(why) else f"{message}\n{why}")
     if options.out:

@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
         return Exit.GOOD
     for tree, patches, _ in plans:
         names = ", ".join(patch.name for patch in patches)
-        print(f"kvtax: {cli.title(tree)} gets {names}", file=sys.stderr, flush=True)
+        cli.show(f"kvtax: {cli.title(tree)} gets {names}", file=sys.stderr)
     return _run_patched(arguments, plans)
 
 

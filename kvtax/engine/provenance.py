@@ -12,7 +12,6 @@ import re
 import subprocess
 import sys
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -48,8 +47,10 @@ CODE = (
 
 MASK = "***"
 SECRET_KEY = re.compile(
-    r"pass(word|wd|phrase|code)?$|pwd$|secret|credential|token$|auth$|authorization"
-    r"|(api|access|account|encryption|private|shared|signing)[_-]?key$",
+    r"pass(word|wd|phrase|code)?s?$|pwd$|secret|credential|token$|^-*tokens$|auth$"
+    r"|authorization|bearer|cookie|signature$|(^|[_-])(sig|sas|dsn)$|^-*key$|^-k$"
+    r"|(api|access|account|encryption|licen[cs]e|private|shared|signing)"
+    r"[_-]?key(s|[_-]?id)?$",
     re.IGNORECASE,
 )
 # The name of a number that is no secret, such as us_per_token.
@@ -57,6 +58,10 @@ QUANTITY = re.compile(r"(^|[_-])per[_-]", re.IGNORECASE)
 # What may be USER:PASSWORD, up to the last @: a password may have / or @ in it.
 URL_USER = re.compile(r"(?<=://)(\S+)@")
 URL_PARAMETER = re.compile(r"(?<=[?&])([^=&#\s]+)=([^&#\s]*)")
+# In any other text: a header, a dict as Python prints it, a variable and its value.
+HEADER = re.compile(r"\b(bearer|basic)\s+([^\s'\",]+)", re.IGNORECASE)
+NAME = re.compile(r"[\w.-]+")
+NAMED = re.compile(r"""([\w-]+)(['"]?\s*[:=]\s*['"]?)([^'",;&{}\s]+)""")
 # Characters of the shortest secret that is masked in a log.
 SHORTEST_SECRET = 4
 
@@ -106,9 +111,10 @@ def masked(value: Any) -> Any:
     """Mask passwords, tokens and keys in an argument, or a list of them, or in JSON.
 
     This finds what a log or a command line should not show; results keep what
-    kvtax.engine.published lists. Secret are the values of keys and options that are
-    named so, in JSON and in a URL's query, and the user of a URL. In an argument JSON
-    may follow an option, as in `--option={...}`.
+    kvtax.engine.published lists. Secret are the values of keys, variables, headers and
+    options that are named so, in JSON and in a URL's query, and the user of a URL. An
+    option may have several values. In an argument JSON may follow an option, as in
+    `--option={...}`.
     """
     return _masked(value, [])
 
@@ -132,22 +138,21 @@ def _masked(value: Any, texts: list[str]) -> Any:
             for key, part in value.items()
         }
     if isinstance(value, list):
-        return [
-            (_hidden if _is_secret(before) else _masked)(part, texts)
-            for before, part in pairwise(["", *value])
-        ]
+        kept, is_secret = [], False
+        for part in value:
+            is_option = isinstance(part, str) and part.startswith("-")
+            kept.append(
+                (_hidden if is_secret and not is_option else _masked)(part, texts)
+            )
+            if is_option:
+                is_secret = _names_secret(part)
+        return kept
     return _masked_text(value, texts) if isinstance(value, str) else value
 
 
 def _names_secret(key: str, value: Any = "") -> bool:
     is_quantity = isinstance(value, int | float) and QUANTITY.search(key)
     return bool(SECRET_KEY.search(key)) and not is_quantity
-
-
-def _is_secret(option: Any) -> bool:
-    """Return whether the argument after `option` is a secret."""
-    named = isinstance(option, str) and option.startswith("--")
-    return named and _names_secret(option)
 
 
 def _hidden(value: Any, texts: list[str]) -> str:
@@ -167,7 +172,7 @@ def _masked_text(text: str, texts: list[str]) -> str:
         kept = _masked(given, texts)
         return text if kept == given else option + msgspec.json.encode(kept).decode()
     option, equals, rest = text.partition("=")
-    if equals and _is_secret(option):
+    if equals and rest and _names_secret(option) and NAME.fullmatch(option):
         return f"{option}={_hidden(rest, texts)}"
 
     def parameter(match: re.Match[str]) -> str:
@@ -180,7 +185,23 @@ def _masked_text(text: str, texts: list[str]) -> str:
         parts = [match[1].partition(":")[2] or match[1], match[1].rpartition(":")[2]]
         return f"{_hidden(parts, texts)}@"
 
-    return URL_PARAMETER.sub(parameter, URL_USER.sub(user, text))
+    def value(match: re.Match[str]) -> str:
+        name, sign, secret = match.groups()
+        if secret == MASK or not _names_secret(name, _number(secret)):
+            return match[0]
+        return f"{name}{sign}{_hidden(secret, texts)}"
+
+    def header(match: re.Match[str]) -> str:
+        return f"{match[1]} {_hidden(match[2], texts)}"
+
+    text = URL_PARAMETER.sub(parameter, URL_USER.sub(user, text))
+    return NAMED.sub(value, HEADER.sub(header, text))
+
+
+def _number(text: str) -> float | str:
+    with suppress(ValueError):
+        return float(text)
+    return text
 
 
 def _forms(secret: str) -> set[str]:

@@ -64,16 +64,22 @@ class ServerSpec:
         for argument in self.arguments:
             joined = argument.startswith("--") and masked(argument) != argument
             arguments += argument.split("=", 1) if joined else [argument]
-        shown, hidden = self.argv[: -len(self.arguments)], {}
+        shown, option = self.argv[: -len(self.arguments)], ""
+        hidden: dict[str, list[str]] = {}
         for argument in arguments:
             pair = [shown[-1], argument]
-            if pair[0].startswith("--") and masked(pair) != pair:
-                hidden[shown.pop().removeprefix("--")] = argument
+            if option and not argument.startswith("-"):
+                hidden[option].append(argument)
+            elif pair[0].startswith("--") and masked(pair) != pair:
+                option = shown.pop().removeprefix("--")
+                hidden[option] = [argument]
             else:
+                option = ""
                 shown.append(argument)
         if not hidden or "--config" in shown:
             return self.argv
-        file.write_text(json.dumps(hidden))
+        values = {name: of[0] if len(of) == 1 else of for name, of in hidden.items()}
+        file.write_text(json.dumps(values))
         return [*shown, "--config", str(file)]
 
 

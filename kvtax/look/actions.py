@@ -64,7 +64,8 @@ def show(
     write_page(out, render.html(page))
     if perfetto:
         trace.write(perfetto)
-        print(f"wrote {perfetto}: {trace.steps:,} steps, for ui.perfetto.dev")
+        name = render.visible(str(perfetto))
+        print(f"wrote {name}: {trace.steps:,} steps, for ui.perfetto.dev")
     return warnings
 
 
@@ -139,5 +140,7 @@ def bundle(folder: Path, out: Path) -> list[RunWarning]:
 
     servers, warnings = discover(folder)
     count = write_bundle(servers, out)
-    print(f"wrote {out}: {count:,} lines of {len(servers):,} servers")
+    print(
+        f"wrote {render.visible(str(out))}: {count:,} lines of {len(servers):,} servers"
+    )
     return warnings

@@ -129,7 +129,9 @@ def seekable(path: Path) -> BinaryIO:
             if plain.tell() - reported >= REPORTED_BYTES:
                 reported = plain.tell()
                 gigabytes = f"{reported / 1e9:,.1f} GB so far"
-                print(f"unpacking {path}: {gigabytes}", file=sys.stderr, flush=True)
+                print(
+                    f"unpacking {str(path)!r}: {gigabytes}", file=sys.stderr, flush=True
+                )
         plain.seek(0)
         stack.pop_all()
     return plain  # type: ignore[no-any-return]

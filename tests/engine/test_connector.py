@@ -263,6 +263,34 @@ def test_the_argument_after_an_option_that_is_named_so_is_a_secret():
     assert provenance.masked(argv) == ["--api-key", "***", *argv[2:]]
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--api-key", "first", "SECRET"],
+        ["-k", "SECRET"],
+        ["HF_TOKEN=SECRET"],
+        ["--header", "Authorization: Bearer SECRET"],
+        ["--connector-config={'password': 'SECRET'}"],
+        ["--connector-config", '{"headers":{"X-Api-Key":"SECRET","Cookie":"SECRET"}}'],
+        ["--connector-config", '{"aws_access_key_id":"SECRET","tokens":["SECRET"]}'],
+        ["--connector-config", '{"dsn":"postgres:SECRET@host","key":"SECRET"}'],
+        ["--connector-config", '{"license_key":"SECRET","env":["HF_TOKEN=SECRET"]}'],
+        ["--connector-config", '{"sas":"SECRET","passwords":"SECRET"}'],
+        ["--model", "s3://b?X-Amz-Signature=SECRET"],
+        ["--model", "https://x/m?sig=SECRET"],
+    ],
+)
+def test_a_log_and_a_command_line_show_no_secret_that_is_named_so(given):
+    assert "SECRET" not in str(provenance.masked(given))
+    assert "SECRET" in provenance.secrets_in(given)
+
+
+def test_what_is_not_named_so_is_shown():
+    shown = ["--max-num-batched-tokens", "8192", "--block-size", "16", "a=b:c", "K: v"]
+    assert provenance.masked(shown) == shown
+    assert provenance.secrets_in(shown) == []
+
+
 def test_secrets_are_found_as_they_may_be_printed():
     config = {
         "password": 'ses"ame',

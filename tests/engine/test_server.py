@@ -73,6 +73,14 @@ def test_a_command_line_and_a_log_have_no_secrets_of_the_connector(tmp_path):
     assert sorted([*shown[:-2], *options]) == sorted(made.argv)
 
 
+def test_all_keys_of_an_option_are_private(tmp_path):
+    made = spec(tmp_path).with_options("--api-key", "sesame", "agape", "--port", "1")
+    file = tmp_path / "server.yaml"
+    shown = made.private_argv(file)
+    assert yaml.safe_load(file.read_text()) == {"api-key": ["sesame", "agape"]}
+    assert shown[-4:] == ["--port", "1", "--config", str(file)]
+
+
 @pytest.mark.parametrize("more", [["--config", "x.yaml"], []])
 def test_a_command_line_stays_as_it_is_without_secrets_or_with_a_file(more, tmp_path):
     secret = ["--api-key", "sesame"] if more else []

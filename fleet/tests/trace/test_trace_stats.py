@@ -131,6 +131,15 @@ def test_the_largest_sessions_have_a_row_each(tmp_path, capsys):
     assert len(table) == 3
 
 
+def test_a_hostile_name_is_shown_and_not_obeyed(tmp_path, capsys):
+    requests = [Request(0, "\x1b[2J<img src=x>", 0, 16, 1, [1], 16, None)]
+    write_trace(tmp_path / "t\x1b[2J", {"requests": 1}, requests)
+    assert run("stats", tmp_path / "t\x1b[2J") == 0
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown and "<img" not in shown
+    assert shown.count("\\x1b[2J") == 2
+
+
 def test_reuse_is_split_into_own_and_other_sessions(tmp_path, capsys):
     def asks(name: str, turn: int, hashes: list[int]) -> Request:
         tokens, think_s = 16 * len(hashes), 1.0 if turn else None

@@ -84,6 +84,8 @@ def _add_sample(parser: argparse.ArgumentParser) -> None:
 
 
 def _sample(arguments: argparse.Namespace) -> None:
+    from kvtax.report.render import visible
+
     from kvtax_fleet.trace import write_trace
     from kvtax_fleet.trace.sample import sample
     from kvtax_fleet.trace.stats import describe, markdown
@@ -97,7 +99,8 @@ def _sample(arguments: argparse.Namespace) -> None:
         "seed": arguments.seed,
     }
     write_trace(arguments.out, header, requests)
-    print(f"{arguments.out}: {len(requests):,} of {len(source):,} requests\n")
+    out = visible(str(arguments.out))
+    print(f"{out}: {len(requests):,} of {len(source):,} requests\n")
     print(markdown(describe(iter(requests), arguments.out.name)), end="")
 
 

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import polars as pl
 from kvtax.report.markdown import table
+from kvtax.report.render import escaped
 from numpy.typing import NDArray
 
 from kvtax_fleet.trace.request import Request, TraceError
@@ -271,7 +272,7 @@ def markdown(stats: Stats) -> str:
             stats.apc_lru
         )
     parts = [
-        f"# {stats.source}",
+        f"# {escaped(stats.source)}",
         table(["", ""], [[name, value] for name, value in facts.items()]),
         table(
             ["", *COLUMNS], [[name, *_row(spread)] for name, spread in spreads.items()]
@@ -286,7 +287,7 @@ def markdown(stats: Stats) -> str:
 
 def _session(row: SessionRow) -> list[str]:
     name, *values = msgspec.structs.astuple(row)
-    return [name.replace("|", "/"), *(f"{value:,}" for value in values)]
+    return [escaped(name).replace("|", "/"), *(f"{value:,}" for value in values)]
 
 
 def _row(spread: Spread | None) -> list[str]:
