@@ -38,11 +38,12 @@ def cpu_s(*command: str) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["--help"], ["look", "--help"]])
 def test_help_costs_little_cpu(arguments):
-    bare_s, help_s = (
-        min(cpu_s(*command) for _ in range(5))
-        for command in ([sys.executable, "-c", "pass"], [*KVTAX, *arguments])
-    )
-    assert help_s <= MOST_OF_BARE * bare_s
+    """In pairs, as the machine may be twice as slow a second later."""
+    ratios = [
+        cpu_s(*KVTAX, *arguments) / cpu_s(sys.executable, "-c", "pass")
+        for _ in range(5)
+    ]
+    assert min(ratios) <= MOST_OF_BARE
 
 
 @pytest.fixture(autouse=True)
