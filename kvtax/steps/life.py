@@ -85,14 +85,16 @@ class LifeSteps:
 
     def __init__(self, engine: Path, columns: Sequence[str] = ENGINE_COLUMNS) -> None:
         self._path = engine
-        self._engine = StepReader(engine, EngineHeader, columns)
+        paths = _rank_files(engine.parent)
+        files = 1 + len(paths)
+        self._engine = StepReader(engine, EngineHeader, columns, files=files)
         header = self._engine.header
         assert isinstance(header, EngineHeader)
         self.header = header
         self.worker_records = self.torn_lines = 0
         self._steps = self._alone = 0
         self._of_ranks: list[RunWarning] = []
-        self._ranks = self._open_ranks()
+        self._ranks = self._open_ranks(paths, files)
         self._had_ranks = bool(self._ranks)
 
     def __iter__(self) -> Iterator[pl.DataFrame]:
@@ -138,15 +140,12 @@ class LifeSteps:
             )
         return warnings
 
-    def _open_ranks(self) -> list[_Rank]:
+    def _open_ranks(self, paths: list[Path], files: int) -> list[_Rank]:
         """Open the workers' files, those of this life."""
-        parts = self._path.parent.glob("worker_step.r*.jsonl*")
-        # A writer that was killed as it began a file leaves it as .new.
-        paths = sorted({whole(path) for path in parts if path.suffix != ".new"})
         ranks = []
         for path in paths:
             try:
-                rank = _Rank(path)
+                rank = _Rank(path, files)
             except RecordsError as error:
                 self._of_ranks.append(
                     Warn.UNREADABLE(path.name, error=error, what="The file")
@@ -195,12 +194,19 @@ class LifeSteps:
         return _by_stage(kept, rows)
 
 
+def _rank_files(folder: Path) -> list[Path]:
+    """List the workers' files of steps."""
+    parts = folder.glob("worker_step.r*.jsonl*")
+    # A writer that was killed as it began a file leaves it as .new.
+    return sorted({whole(path) for path in parts if path.suffix != ".new"})
+
+
 class _Rank:
     """The steps of one worker, read on as far as the engine's."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, files: int) -> None:
         self.path = path
-        self.reader = StepReader(path, WorkerHeader, WORKER_COLUMNS)
+        self.reader = StepReader(path, WorkerHeader, WORKER_COLUMNS, files=files)
         header = self.reader.header
         assert isinstance(header, WorkerHeader)
         self.header = header

@@ -31,8 +31,9 @@ from kvtax.records.steps import (
     another_life,
 )
 
-# Big enough to parse at full speed; a chunk of each rank needs little memory.
-CHUNK_BYTES = 16 << 20
+# Big enough to parse at full speed. Of more files than FEW_FILES, which are read side
+# by side, chunks are smaller: all of them need no more memory.
+CHUNK_BYTES, FEW_FILES = 16 << 20, 12
 # Begin and end of a chunk in which methods are searched that the header lacks; a
 # line's beginning is searched in pieces of so many.
 PEEK_BYTES = 64 << 10
@@ -81,6 +82,7 @@ class StepReader:
     Raises RecordsError naming file and line for a bad line that is not the last. If not
     `strict`, it and what is no part of this file are left out, as long as a part is
     left: `bad` names them, and `torn_lines` counts last lines that were cut off.
+    `files` are how many are read side by side.
     """
 
     def __init__(
@@ -89,18 +91,20 @@ class StepReader:
         header_kind: Kind,
         columns: Sequence[str],
         strict: bool = False,
+        files: int = 1,
     ) -> None:
         self._strict = strict
         self.torn_lines = 0
         self.bad: list[str] = []
         self._parts: list[_Part] = []
         bad: list[RecordsError] = []
+        chunk_bytes = max(CHUNK_BYTES * FEW_FILES // max(files, FEW_FILES), 1)
         with ExitStack() as stack:
             for part in reversed(parts_of(path)):
                 try:
-                    self._parts.append(
-                        _open_part(stack, part, header_kind, self._parts)
-                    )
+                    header = _header_of(part, header_kind, self._parts)
+                    file = stack.enter_context(seekable(part))
+                    self._parts.append(_Part(part, header, file, chunk_bytes))
                 except RecordsError as error:
                     bad.append(error)
             if bad and (strict or not self._parts):
@@ -217,25 +221,29 @@ class _Order:
         return frame
 
 
-def _open_part(
-    stack: ExitStack, path: Path, header_kind: Kind, newer: Sequence[_Part]
-) -> _Part:
-    """Open a part of the file whose `newer` part is open. Raises RecordsError."""
+def _header_of(
+    path: Path, header_kind: Kind, newer: Sequence[_Part]
+) -> EngineHeader | WorkerHeader:
+    """Read the header of a part whose `newer` part is open. Raises RecordsError."""
     header = read_header(path, header_kind)
     if newer and (why := another_life(newer[0].header, header)):
         raise RecordsError(f"{path}: {why}")
-    return _Part(path, header, stack.enter_context(seekable(path)))
+    return header
 
 
 class _Part:
     """An open file of lines, which is parsed in chunks."""
 
     def __init__(
-        self, path: Path, header: EngineHeader | WorkerHeader, file: BinaryIO
+        self,
+        path: Path,
+        header: EngineHeader | WorkerHeader,
+        file: BinaryIO,
+        chunk_bytes: int,
     ) -> None:
         self.header = header
         self._path, self._file = path, file
-        self._spans, self._long, self._torn = _line_spans(file)
+        self._spans, self._long, self._torn = _line_spans(file, chunk_bytes)
 
     def frames(self, reader: StepReader) -> Iterator[pl.DataFrame]:
         """Parse chunk after chunk. Raises RecordsError if the reader is strict."""
@@ -299,7 +307,9 @@ def _column_type(name: str, methods: Sequence[str]) -> pl.DataType:
     return pl.Int64() if name in ("step_id", "t_ns") else number
 
 
-def _line_spans(file: BinaryIO) -> tuple[list[tuple[int, int]], list[int], int]:
+def _line_spans(
+    file: BinaryIO, chunk_bytes: int
+) -> tuple[list[tuple[int, int]], list[int], int]:
     """Byte spans of whole lines after the header, and 1 if the end is torn.
 
     Between them, the beginnings of lines over LONGEST_LINE bytes, which are in no span.
@@ -311,7 +321,7 @@ def _line_spans(file: BinaryIO) -> tuple[list[tuple[int, int]], list[int], int]:
     long: list[int] = []
     begin, torn = file.tell(), 0
     while begin < size:
-        target = min(begin + CHUNK_BYTES, size)
+        target = min(begin + chunk_bytes, size)
         file.seek(target)
         skip_line(file)
         end = file.tell()

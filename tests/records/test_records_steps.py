@@ -24,7 +24,7 @@ from kvtax.records.steps import (
     first_step,
 )
 from kvtax.steps import step_file
-from kvtax.steps.step_file import read_steps
+from kvtax.steps.step_file import StepReader, read_steps
 from tests.harness.made_up import call_columns, step_columns, write_steps
 
 HEADER = EngineHeader(clock="CLOCK_MONOTONIC")
@@ -80,6 +80,22 @@ def chunk_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """Chunks of one line, of some lines, and of the whole file."""
     monkeypatch.setattr(step_file, "CHUNK_BYTES", request.param)
     return request.param
+
+
+def test_many_files_side_by_side_need_no_more_memory_than_a_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_file, "CHUNK_BYTES", 64 << 10)
+    steps = [EngineStep(step_id=i, t_ns=i, step_us=1.0) for i in range(10_000)]
+    path = write(tmp_path / "engine_step.jsonl", steps)
+
+    def heights(files: int) -> list[int]:
+        reader = StepReader(path, EngineHeader, ["step_id", "t_ns"], files=files)
+        return [frame.height for frame in reader]
+
+    alone, many = heights(1), heights(1_000)
+    assert sum(alone) == sum(many) == len(steps)
+    assert 1_000 * max(many) < 20 * max(alone)
 
 
 JUNK = [b'{"step_id":9,"sche', b"\0\0\0\0", b'{"step_id":2,"t_ns":"x"}', b'{"a":1}']
