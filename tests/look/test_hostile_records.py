@@ -349,8 +349,8 @@ def test_a_life_that_is_removed_meanwhile_hides_no_other(records, monkeypatch, c
     served(records / "second").write()
     reader = life.StepReader
 
-    def removed(path, *args):
-        opened = reader(path, *args)
+    def removed(path, *args, **options):
+        opened = reader(path, *args, **options)
         if path.parent == records:
             for file in records.glob("*.jsonl"):
                 file.unlink()
