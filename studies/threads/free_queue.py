@@ -100,7 +100,7 @@ class Rollouts:
         return int(min(MOST, max(FEWEST, drawn)))
 
     def _take(self, count: int) -> list[KVCacheBlock]:
-        blocks = self.pool.get_new_blocks(count)
+        blocks: list[KVCacheBlock] = self.pool.get_new_blocks(count)
         if self._caching:
             self._prompts += 1
             hashes = [f"{self._prompts}-{n}".encode().rjust(32) for n in range(count)]
