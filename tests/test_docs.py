@@ -8,6 +8,7 @@ import functools
 import io
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -204,6 +205,20 @@ def test_every_quoted_figure_is_that_of_the_committed_sweep():
         if figures.written(page.read_text(), configs) != page.read_text()
     ]
     assert stale == [], "run python -m tools.figures"
+
+
+def test_pages_are_written_together_or_not_at_all(tmp_path, monkeypatch, capsys):
+    pages = {"a.md": "<!--sweep own-->1<!--/-->", "b.md": "<!--sweep gone-->1<!--/-->"}
+    for name, text in pages.items():
+        (tmp_path / name).write_text(text)
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    subprocess.run(["git", "add", "."], cwd=tmp_path, check=True)
+    monkeypatch.setattr(figures, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(figures, "sweep", lambda: {"configs": {}, "own": 2})
+    monkeypatch.setattr(sys, "argv", ["figures"])
+    assert figures.main() == 2
+    assert "'gone'" in capsys.readouterr().err
+    assert {name: (tmp_path / name).read_text() for name in pages} == pages
 
 
 def test_a_figure_that_somebody_changed_is_noticed():

@@ -298,16 +298,19 @@ def main() -> int:
         text=True,
         capture_output=True,
     )
+    changed = {}
     for page in (REPOSITORY / name for name in listed.stdout.splitlines()):
         old = page.read_text()
         try:
             new = written(old, document)
         except FigureError as error:
-            print(f"figures: {page}: {error}: correct the mark", file=sys.stderr)
+            print(f"figures: {page}: {error}: no page is written", file=sys.stderr)
             return 2
         if new != old:
-            page.write_text(new)
-            print(f"figures: {page.relative_to(REPOSITORY)} rewritten")
+            changed[page] = new
+    for page, new in changed.items():
+        page.write_text(new)
+        print(f"figures: {page.relative_to(REPOSITORY)} rewritten")
     return 0
 
 

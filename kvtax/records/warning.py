@@ -186,8 +186,8 @@ class Warn(Enum):
         f"Make the run again; {QUIETER}.",
     )
     REFUSED = (
-        "a neighbour had the engine's own core on {count} of {servers} servers: "
-        "nothing is judged",
+        "{count} of {servers} servers shared their cores and are left out: nothing is "
+        "judged",
         f"{QUIETER.capitalize()}.",
     )
     ROLE_TWICE = (

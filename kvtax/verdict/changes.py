@@ -158,11 +158,14 @@ def sweep_changes(old: PerConfig, new: PerConfig) -> list[Change]:
 
 def are_comparable(old: PerConfig, new: PerConfig) -> bool:
     """Return whether own work took about as long; True where a run does not say."""
-    own_us = [run.machine.own_us if run.machine else None for run in (old, new)]
-    before, after = (us or 0.0 for us in own_us)
+    before, after = _own_us(old), _own_us(new)
     if not before or not after:
         return True
     return max(before, after) <= MOST_APART * min(before, after)
+
+
+def _own_us(document: PerConfig) -> float | None:
+    return document.machine.own_us if document.machine else None
 
 
 def _costs(entry: Judged) -> dict[str, Estimate | None]:
@@ -264,11 +267,11 @@ def _cautions(old: PerConfig, new: PerConfig) -> list[str]:
     """List reasons to distrust the comparison."""
     reasons = []
     if not are_comparable(old, new):
-        own_us = [run.machine.own_us for run in (old, new) if run.machine]
         reasons.append(
-            f"vLLM's own work took {own_us[0]:,.0f} us in OLD and {own_us[1]:,.0f} us "
-            f"in NEW. Shares of it agree up to a factor of {MOST_APART:g}, so no cost "
-            "is called changed. Measure both on one machine, in one hour."
+            f"vLLM's own work took {_own_us(old):,.0f} µs in OLD and "
+            f"{_own_us(new):,.0f} µs in NEW. Shares of it agree up to a "
+            f"factor of {MOST_APART:g}, so no cost is called changed. "
+            "Measure both on one machine, in one hour."
         )
     differing = [
         f"{key} {old.provenance.get(key)!r} and {new.provenance.get(key)!r}"

@@ -73,7 +73,12 @@ def growing_first(document: PerConfig) -> list[str]:
 
 
 def answer(document: PerConfig) -> list[str]:
-    """Answer the question: what a user's token pays, and which configs grow."""
+    """Answer the question: what a user's token pays, and which configs grow.
+
+    A run that is refused has no answer.
+    """
+    if document.machine and document.machine.refused:
+        return ["There is no answer: too few servers had their cores to themselves."]
     return [line for line in (_tokens(document), _growth(document)) if line]
 
 

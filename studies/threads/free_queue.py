@@ -71,11 +71,9 @@ class Rollouts:
         from vllm.v1.core.block_pool import BlockPool
 
         self.pool: BlockPool = BlockPool(POOL_BLOCKS, prefix_caching, BLOCK_TOKENS)
-        self._caching, self._chance, self._prompts = (
-            prefix_caching,
-            random.Random(seed),
-            0,
-        )
+        self._caching = prefix_caching
+        self._chance = random.Random(seed)
+        self._prompts = 0
 
     def round(self) -> None:
         """Serve the requests of a round, then reset the prefix cache."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of free blocks, and batches that pass or are refused, are counted as stated."""
+"""Runs of free blocks are counted as stated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 
 from studies.threads.free_queue import Rollouts
-from studies.threads.tcp_queue import Batch, _row
 
 
 @pytest.mark.parametrize(
@@ -25,10 +24,3 @@ def test_a_run_is_of_ids_that_ascend_by_one(ids, runs, descending):
     queue = SimpleNamespace(get_all_free_blocks=lambda: blocks)
     rollouts.pool = SimpleNamespace(free_block_queue=queue)
     assert rollouts.next_blocks() == (runs, descending)
-
-
-def test_a_batch_counts_the_calls_that_pass_and_the_median_call_of_each_round():
-    rounds = [[(True, 9.0), (True, 1.0), (False, 2.0)]] * 6
-    row = _row(Batch(0, 2_304, 2), rounds)
-    assert (row.limit, row.passed, row.calls) == (1_024, 12, 18)
-    assert row.ms.value == 2.0
