@@ -317,13 +317,8 @@ def test_help_of_run_all_names_every_option():
 @pytest.mark.parametrize(
     ("line", "usage", "nearest"),
     [
-        ("look --otu x D", "kvtax look", "--otu (did you mean --out?)"),
-        ("patch --aply", "kvtax patch", "--aply (did you mean --apply?)"),
-        ("sweep --profle=cpu", "kvtax sweep", "--profle (did you mean --profile?)"),
-        ("--versoin", "kvtax", "--versoin (did you mean --version?)"),
         ("lok D", "kvtax", "no command 'lok' (did you mean look?)"),
         ("fleet rn", "kvtax fleet", "no action 'rn' (did you mean run?)"),
-        ("trace stats --jsn F", "kvtax trace stats", "--jsn (did you mean --json?)"),
         ("look D --frob", "kvtax look", "unrecognized arguments: --frob"),
     ],
 )

@@ -7,7 +7,6 @@ import argparse
 import errno
 import importlib
 import io
-import itertools
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +16,7 @@ from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from kvtax.paths import IN_CHECKOUT, REPOSITORY
 from kvtax.signals import exit_on_signals
@@ -207,27 +206,16 @@ class UsageError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that names the option or command nearest to a mistyped one."""
-
-    _given: Sequence[str] = ()
+    """A parser that names the command or value nearest to a mistyped one."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Any = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse; refuse what is unknown with the usage of the subcommand it is of."""
-        given = list(args or ())
-        is_option = itertools.takewhile(lambda word: word.startswith("-"), given)
-        self._given = [*is_option] if self._subparsers else given
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return known, unknown
-
-    def error(self, message: str) -> NoReturn:
-        """End with the usage, and name the options nearest to unknown ones."""
-        from kvtax.patcher.cli import mistyped
-
-        super().error(message + mistyped(self._given, self._option_string_actions))
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:

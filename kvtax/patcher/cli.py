@@ -4,13 +4,12 @@
 import argparse
 import ast
 import io
-import itertools
 import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, TextIO
 
 from . import engine
 from .errors import (
@@ -22,7 +21,7 @@ from .errors import (
     UnfinishedError,
 )
 from .journal import pending, settle
-from .manifest import in_sets, load_patches, load_sets, nearest, select
+from .manifest import in_sets, load_patches, load_sets, select
 from .patch import Patch, Release, load_releases
 from .plan import Plan
 from .target import Tree, find_package, locate
@@ -42,16 +41,15 @@ def main(
     description: str | None, repository: Path, argv: Sequence[str] | None = None
 ) -> int:
     """Run the command line of apply_step_timing_v2.py and return the exit code."""
-    parser = _Parser(
+    parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.given = sys.argv[1:] if argv is None else argv
     configure(parser)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A locale without a character must not end a run when it is told.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        code = run(parser.parse_args(parser.given), repository)
+        code = run(parser.parse_args(argv), repository)
         sys.stdout.flush()
     except BlockPatchError as error:
         show(f"refused: {error}", file=sys.stderr)
@@ -66,25 +64,6 @@ def show(text: str, file: TextIO | None = None) -> None:
     """Print a text without signs that a terminal would obey."""
     shown = (sign if sign.isprintable() or sign in "\n\t" else "?" for sign in text)
     print("".join(shown), file=file)
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser that names the option nearest to a mistyped one."""
-
-    given: Sequence[str] = ()
-
-    def error(self, message: str) -> NoReturn:
-        super().error(message + mistyped(self.given, self._option_string_actions))
-
-
-def mistyped(given: Iterable[str], options: Iterable[str]) -> str:
-    """Name each unknown option among the words `given`, and the one nearest to it."""
-    names, message = [*options], ""
-    for word in itertools.takewhile(lambda word: word != "--", given):
-        option = word.partition("=")[0]
-        if option.startswith("--") and not any(o.startswith(option) for o in names):
-            message += f"; {option}{nearest(option, names) or ' is unknown'}"
-    return message
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

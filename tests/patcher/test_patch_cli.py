@@ -51,12 +51,6 @@ def states(out: str) -> dict[str, str]:
     return {name: state.partition(" (")[0] for name, _, state in lines}
 
 
-def test_a_mistyped_action_is_named_with_the_nearest_one(run):
-    code, out, err = run("--aply")
-    assert (code, out) == (2, "")
-    assert "--aply (did you mean --apply?)" in err
-
-
 def test_apply_status_revert_say_in_plain_words_what_they_did(run, tree):
     before = snapshot(tree.root)
     code, out, _ = run("--apply")
