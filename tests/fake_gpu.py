@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-H100 = "0, NVIDIA H100 80GB HBM3, 81559, 4, 570.86.15, 9.0"
+H100 = "0, NVIDIA H100 80GB HBM3, 81559, 4"
 
 
 def path_with_gpus(folder: Path, *lines: str, script: str = "") -> str:

@@ -3,25 +3,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-FIELDS = (
-    "index",
-    "name",
-    "memory.total",
-    "memory.used",
-    "driver_version",
-    "compute_cap",
-)
-# From docs.nvidia.com/deploy/cuda-compatibility: the least driver for any CUDA 12.x.
-LEAST_DRIVER = {"12": 525, "13": 580}
-# The first with bfloat16, in which the models are served.
-LEAST_COMPUTE_CAPABILITY = 8.0
+FIELDS = ("index", "name", "memory.total", "memory.used")
 # Of all memory, what others may hold. A server asks for 95 %.
 USABLE_SHARE = 0.95
 INFINIBAND = Path("/sys/class/infiniband")
@@ -39,8 +27,6 @@ class Gpu:
     name: str
     memory_mib: int
     used_mib: int
-    driver: str
-    compute_capability: str
 
 
 def visible_gpus() -> list[Gpu]:
@@ -72,11 +58,8 @@ def visible_gpus() -> list[Gpu]:
 
 
 def _gpu(line: str) -> Gpu:
-    index, name, memory, used, driver, capability = (
-        part.strip() for part in line.split(",")
-    )
-    float(capability)
-    return Gpu(int(index), name, int(memory), int(used), driver, capability)
+    index, name, memory, used = (part.strip() for part in line.split(","))
+    return Gpu(int(index), name, int(memory), int(used))
 
 
 def gpu_problems(servers: int, workers: int = 1) -> Iterator[str]:
@@ -91,37 +74,11 @@ def gpu_problems(servers: int, workers: int = 1) -> Iterator[str]:
         each = "a GPU" if workers == 1 else f"{workers} GPUs"
         yield f"{servers} server(s) need {each} each, and {len(gpus)} can be seen here"
     for gpu in gpus[:needed]:
-        yield from _problems(gpu)
-
-
-def _problems(gpu: Gpu) -> Iterator[str]:
-    if gpu.used_mib > (1 - USABLE_SHARE) * gpu.memory_mib:
-        yield (
-            f"{gpu.name}: {gpu.used_mib} of {gpu.memory_mib} MiB are in use, and a "
-            f"server asks for {USABLE_SHARE:.0%}: end what nvidia-smi lists"
-        )
-    if float(gpu.compute_capability) < LEAST_COMPUTE_CAPABILITY:
-        yield (
-            f"{gpu.name}: compute capability {gpu.compute_capability} has no bfloat16, "
-            f"{LEAST_COMPUTE_CAPABILITY} or more is needed"
-        )
-    cuda = cuda_version()
-    least = LEAST_DRIVER.get(cuda.partition(".")[0])
-    if least and int(gpu.driver.partition(".")[0]) < least:
-        yield (
-            f"driver {gpu.driver} is too old for CUDA {cuda}, which the environment's "
-            f"PyTorch brings: install driver {least} or later"
-        )
-
-
-def cuda_version() -> str:
-    """Return the version of this environment's CUDA runtime; "" without one."""
-    for package in ("nvidia-cuda-runtime-cu12", "nvidia-cuda-runtime"):
-        try:
-            return importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return ""
+        if gpu.used_mib > (1 - USABLE_SHARE) * gpu.memory_mib:
+            yield (
+                f"{gpu.name}: {gpu.used_mib} of {gpu.memory_mib} MiB are in use, and a "
+                f"server asks for {USABLE_SHARE:.0%}: end what nvidia-smi lists"
+            )
 
 
 def has_rdma() -> bool:

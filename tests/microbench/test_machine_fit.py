@@ -129,7 +129,7 @@ def test_a_machine_that_can_measure_is_said_to(tmp_path):
 
 @pytest.mark.slow
 def test_all_reasons_are_said_at_once(tmp_path, monkeypatch, capsys):
-    gpu = "0, Tesla V100, 4096, 3000, 470.82.01, 7.0"
+    gpu = "0, Tesla V100, 4096, 3000"
     monkeypatch.setenv("PATH", path_with_gpus(tmp_path, gpu))
     monkeypatch.setattr(preflight, "check_import", lambda *_: None)
     assert main(["sweep", "--check", "--profile", "gpu", "--only", "plain"]) == 3
@@ -137,8 +137,6 @@ def test_all_reasons_are_said_at_once(tmp_path, monkeypatch, capsys):
     assert "profile gpu cannot be measured here" in reasons
     assert "4 GiB of GPU memory" in reasons
     assert "3000 of 4096 MiB are in use" in reasons
-    assert "no bfloat16" in reasons
-    assert "driver 470.82.01 is too old" in reasons
     assert "vLLM for GPUs is not installed: run bash setup.sh gpu" in reasons
 
 
@@ -156,14 +154,13 @@ def test_what_stops_vllm_and_what_stops_several_configs_is_said_once_each(tmp_pa
     assert "libibverbs.so.1" in of_both
 
 
-OLD = "0, Tesla V100, 16384, 9000, 470.82.01, 7.0"
-UNKNOWN = "0, NVIDIA GB10, [N/A], [N/A], 580.1, 12.1"
-BUSY, SECOND = H100.replace(" 4,", " 70000,"), H100.replace("0, ", "1, ", 1)
+OLD = "0, Tesla V100, 16384, 9000"
+UNKNOWN = "0, NVIDIA GB10, [N/A], [N/A]"
+BUSY, SECOND = H100.replace(", 4", ", 70000"), H100.replace("0, ", "1, ", 1)
 # What nvidia-smi prints or does, what is asked for, and all that stands against it.
 MACHINES = [
     ([H100], {}, []),
-    ([OLD], {}, ["9000 of 16384 MiB are in use", "no bfloat16",
-                 "driver 470.82.01 is too old for CUDA 12"]),
+    ([OLD], {}, ["9000 of 16384 MiB are in use"]),
     ([H100], {"servers": 2}, ["2 server(s) need a GPU each, and 1"]),
     ([H100, BUSY], {"servers": 2}, ["in use"]),
     ([H100, BUSY], {}, []),

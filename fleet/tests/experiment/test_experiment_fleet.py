@@ -36,7 +36,7 @@ def before(tmp_path, monkeypatch):
 def used_gpus(tmp_path, monkeypatch) -> Path:
     """Three GPUs, all in use; the folder of their profile."""
     lines = [
-        H100.replace("0, ", f"{index}, ", 1).replace(" 4,", f" {used_mib},")
+        H100.replace("0, ", f"{index}, ", 1).replace(", 4", f", {used_mib}")
         for index, used_mib in enumerate((9000, 5, 8000))
     ]
     monkeypatch.setenv("PATH", path_with_gpus(tmp_path, *lines))
