@@ -134,9 +134,7 @@ def _method(column: str) -> str:
 
 TIMES = ("schedule_us", "update_us", "step_us")
 # Fields of an engine's record that are read: its CPU clocks are for sweeps.
-COLUMNS = [
-    name for name in ENGINE_COLUMNS if not name.endswith(("_cpu_us", "yardstick_us"))
-]
+COLUMNS = [name for name in ENGINE_COLUMNS if not name.endswith("_cpu_us")]
 # More of anything were never in a step.
 MOST_COUNTED = 2**31
 

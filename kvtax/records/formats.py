@@ -127,11 +127,11 @@ def table(kind: type[msgspec.Struct]) -> str:
     }
     lines = ["| field | meaning |", "|---|---|"]
     if measured:
-        lines = ["| field | unit | since | meaning |", "|---|---|---|---|"]
+        lines = ["| field | unit | meaning |", "|---|---|---|"]
     for field, written in zip(
         kind.__struct_fields__, kind.__struct_encode_fields__, strict=True
     ):
-        facts = f" {' | '.join(measured[field])} |" if measured else ""
+        facts = f" {measured[field].name} |" if measured else ""
         text = texts[field].replace("|cache|", r"\|cache\|")
         lines.append(f"| `{written}` |{facts} {text} |")
     return "\n".join([*lines, ""])

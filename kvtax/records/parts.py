@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import gzip
 import io
-import sys
+import shutil
 import tempfile
 import zlib
 from collections.abc import Iterator
@@ -25,7 +25,6 @@ ENDINGS = ("", ".gz")
 # Bytes of a line above which it is no record, but a hole in the file.
 LONGEST_LINE = 16 << 20
 PIECE_BYTES = 1 << 20
-REPORTED_BYTES = 1 << 29
 # Records are unpacked to some 10 to 50 times their size; what is far beyond is none.
 MOST_TIMES, FEW_BYTES = 200, 64 << 20
 
@@ -110,7 +109,7 @@ def opened(path: Path) -> BinaryIO:
 def seekable(path: Path) -> BinaryIO:
     """Open a part, a compressed one as a temporary file with its content.
 
-    Reports what it unpacks on stderr, once it is much. Raises OSError and RecordsError.
+    Raises OSError and RecordsError.
     """
     file = opened(path)
     if file.seekable():
@@ -123,15 +122,7 @@ def seekable(path: Path) -> BinaryIO:
                 f"{path}: no folder to unpack it into; set TMPDIR to one that may be "
                 "written"
             ) from None
-        reported = 0
-        while piece := file.read(PIECE_BYTES):
-            plain.write(piece)
-            if plain.tell() - reported >= REPORTED_BYTES:
-                reported = plain.tell()
-                gigabytes = f"{reported / 1e9:,.1f} GB so far"
-                print(
-                    f"unpacking {str(path)!r}: {gigabytes}", file=sys.stderr, flush=True
-                )
+        shutil.copyfileobj(file, plain, PIECE_BYTES)
         plain.seek(0)
         stack.pop_all()
     return plain  # type: ignore[no-any-return]

@@ -123,10 +123,9 @@ class WorkerHeader(FileHeader, tag_field="schema", tag="kvtax.worker_step/1"):
 
 
 class Unit(NamedTuple):
-    """Unit of a field of a step record, and the version of kvtax it came with."""
+    """Unit of a field of a step record."""
 
-    unit: str
-    since: str = "0.1"
+    name: str
 
 
 class StepField(NamedTuple):
@@ -135,7 +134,6 @@ class StepField(NamedTuple):
     name: str
     unit: str
     side: Literal["engine", "worker"]
-    since: str
     by_method: bool
     """Whether the field has a value for each of the connector's methods."""
 
@@ -182,8 +180,6 @@ class EngineStep(msgspec.Struct, omit_defaults=True):
     """CPU time of the engine's thread since the previous step ended, in drawn steps. In
     any other step that took over 10 ms, since its clock was read last: after the last
     step that has this field."""
-    yardstick_us: Annotated[Us | None, Unit("us")] = None
-    """CPU time of a fixed piece of work after the step; older recorders took it."""
     connector_calls: Annotated[dict[str, Natural], Unit("calls")] = {}
     """Calls of the connector's methods, by name; a method with a time was called once
     if it is not here, and one without a time was not timed in this step. What was
@@ -247,7 +243,7 @@ def _fields() -> Iterator[StepField]:
         for name, hint in get_type_hints(kind, include_extras=True).items():
             value, *_, measured = get_args(hint)
             by_method = get_origin(value) is dict
-            yield StepField(name, measured.unit, side, measured.since, by_method)
+            yield StepField(name, measured.name, side, by_method)
 
 
 # The table of step fields. Column types, tables of documents, made-up records and the

@@ -47,31 +47,19 @@ Schema = dict[str, pl.DataType]
 
 @dataclass(frozen=True)
 class StepFile:
-    """A step file as a table, and its number of torn lines.
-
-    `bad` names the lines and parts that are left out.
-    """
+    """A step file as a table, and its number of torn lines."""
 
     frame: pl.DataFrame
     torn_lines: int
-    bad: tuple[str, ...] = ()
 
 
 Kind = type[EngineHeader] | type[WorkerHeader]
 
 
-def read_steps(
-    path: Path,
-    header_kind: Kind,
-    columns: Sequence[str],
-    strict: bool = True,
-) -> StepFile:
-    """Read `columns` of a whole step file, as StepReader does."""
-    reader = StepReader(path, header_kind, columns, strict)
-    frames = list(reader if strict else in_order(path, reader))
-    return StepFile(
-        pl.concat(frames, rechunk=False), reader.torn_lines, tuple(reader.bad)
-    )
+def read_steps(path: Path, header_kind: Kind, columns: Sequence[str]) -> StepFile:
+    """Read `columns` of a whole step file. Raises RecordsError for a bad line."""
+    reader = StepReader(path, header_kind, columns, strict=True)
+    return StepFile(pl.concat([*reader], rechunk=False), reader.torn_lines)
 
 
 class StepReader:
