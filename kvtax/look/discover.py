@@ -14,7 +14,6 @@ from __future__ import annotations
 import fnmatch
 import os
 import re
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,8 +28,6 @@ from kvtax.records.warning import RECORD, RunWarning, Warn, encodable
 
 # Names of files of steps, also rotated or compressed ones.
 STEP_FILES = "engine_step*.jsonl*"
-# Folders in which records are looked for where the user named another one.
-MOST_SEEN = 1_000
 # Name of the folder that the recorder makes for each life of an engine.
 LIFE = re.compile(r"\d{8}T\d{6}\.\d+Z-(?P<host>.+)-dp(?P<rank>\d+)-(?P<pid>\d+)")
 
@@ -80,8 +77,8 @@ def discover(folder: Path) -> tuple[list[ServerFiles], list[RunWarning]]:
         if closed:
             raise RecordsError(f"{closed[0].filename}: {closed[0].strerror}")
         raise RecordsError(
-            f"{folder}: no engine_step.jsonl here or below{_records_near(folder)}; was "
-            f"the server started with KVTAX_STEP_RECORDS_DIR? {RECORD}"
+            f"{folder}: no engine_step.jsonl here or below; was the server started "
+            f"with KVTAX_STEP_RECORDS_DIR? {RECORD}"
         )
     servers = []
     warnings = [
@@ -105,23 +102,6 @@ def discover(folder: Path) -> tuple[list[ServerFiles], list[RunWarning]]:
 
 def _unreadable(name: str, error: RecordsError | OSError) -> RunWarning:
     return Warn.UNREADABLE(name, error=error, what="The instance")
-
-
-def _records_near(folder: Path) -> str:
-    """Name a folder of records beside a `folder` without any."""
-    to_see = deque([folder.resolve().parent])
-    for _ in range(MOST_SEEN):
-        if not to_see:
-            break
-        seen = to_see.popleft()
-        with suppress(OSError):
-            inside = sorted(os.scandir(seen), key=lambda entry: entry.name)
-            if fnmatch.filter([entry.name for entry in inside], STEP_FILES):
-                return f" (there is one in {seen})"
-            to_see += [
-                Path(entry) for entry in inside if entry.is_dir(follow_symlinks=False)
-            ]
-    return ""
 
 
 def _each_life_once(

@@ -2,9 +2,7 @@
 """A trace for ui.perfetto.dev: every step and request of a window, on one time line.
 
 A process per instance. Its tracks: steps, schedule() and update_from_output(), the
-worker, each method of the connector, the counters, and a track per request. Arrows lead
-from a request to the step that first scheduled it, and between requests of the same id
-at several instances, as where one prefills for another.
+worker, each method of the connector, the counters, and a track per request.
 
 Where in a step a method was called is not recorded, only for how long: its slice begins
 where its side of the step does.
@@ -13,8 +11,7 @@ where its side of the step does.
 from __future__ import annotations
 
 import itertools
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -144,12 +141,10 @@ class _Trace:
         name: str,
         begin_ns: int,
         end_ns: int,
-        flows: Sequence[int] = (),
         **notes: Any,
     ) -> None:
         event = self._event(track, begin_ns, TrackEvent.TYPE_SLICE_BEGIN)
         event.track_event.name = name
-        event.track_event.flow_ids.extend(flows)
         for key, value in notes.items():
             note = event.track_event.debug_annotations.add()
             note.name = key
@@ -185,35 +180,30 @@ class _Process:
 
     def write(self) -> None:
         requests = self._instance.requests
-        self._write_steps(requests)
+        self._write_steps()
         self._write_methods()
         self._write_counters()
         begun = self._instance.begun_ns
         for request in requests.iter_rows(named=True):
             track = self._trace.track(f"request {request['id']}", self._process)
             for name, begin_ns, end_ns in _stages(request, begun):
-                flows = [_flow("id", request["id"])] if name == "queued" else []
-                if name == "first token":
-                    flows.append(_flow(self._instance.name, request["first_step"]))
-                self._slice(track, name, begin_ns, end_ns, flows, **_facts(request))
+                self._slice(track, name, begin_ns, end_ns, **_facts(request))
 
-    def _write_steps(self, requests: pl.DataFrame) -> None:
+    def _write_steps(self) -> None:
         lane_of = _lanes(self._steps)
         names = _lane_names(max(lane_of, default=0) + 1)
         lanes = [self._trace.track(name, self._process) for name in names]
         scheduler = self._trace.track("scheduler", self._process)
         worker = self._trace.track("worker", self._process)
-        starting = set(requests["first_step"].drop_nulls())
         for number, row in enumerate(self._steps.iter_rows(named=True)):
             step, begin_ns = row["step_id"], row["t_ns"]
-            flows = [_flow(self._instance.name, step)] if step in starting else []
             counts = {
                 name: row[name]
                 for name in ("scheduled", "prefill_tokens", "decode_tokens")
                 if row[name] is not None
             }
             lane = lanes[lane_of[number]]
-            self._slice(lane, f"step {step}", begin_ns, row["end_ns"], flows, **counts)
+            self._slice(lane, f"step {step}", begin_ns, row["end_ns"], **counts)
             for name, first_ns, us in (
                 ("schedule()", begin_ns, row["schedule_us"]),
                 ("update_from_output()", None, row["update_us"]),
@@ -252,11 +242,10 @@ class _Process:
         name: str,
         begin_ns: int,
         end_ns: int,
-        flows: Sequence[int] = (),
         **notes: Any,
     ) -> None:
         begin_ns, end_ns = begin_ns + self._shift_ns, end_ns + self._shift_ns
-        self._trace.slice(track, name, begin_ns, end_ns, flows, **notes)
+        self._trace.slice(track, name, begin_ns, end_ns, **notes)
 
 
 def _lanes(steps: pl.DataFrame) -> list[int]:
@@ -301,13 +290,8 @@ def _stages(
 
 
 def _facts(request: dict[str, Any]) -> dict[str, Any]:
-    names = ("prompt_tokens", "cached_tokens", "external_tokens", "output_tokens")
+    names = ("first_step", "prompt_tokens", "cached_tokens")
+    names += ("external_tokens", "output_tokens")
     facts = {name: request[name] for name in names if request[name] is not None}
     us = request.get("e2e.connector_us")
     return facts if us is None else facts | {"connector_us": us}
-
-
-def _flow(kind: str, name: str | int) -> int:
-    """Make a number that both ends of an arrow have, and hardly any other arrow."""
-    text = f"{kind}\0{name}".encode()
-    return (zlib.crc32(text) << 32) | zlib.adler32(text) | 1

@@ -106,27 +106,6 @@ def test_a_request_has_a_track_from_its_arrival_to_its_end(tmp_path):
         assert names["preempted"] == bool(request.get("preempted_steps"))
 
 
-def test_an_arrow_leads_from_each_request_to_the_step_that_first_scheduled_it(tmp_path):
-    server = served(tmp_path / "records", steps=200)
-    trace = traced(server.write())
-    ends = defaultdict(set)
-    tracks = {
-        packet.track_descriptor.uuid: packet.track_descriptor.name
-        for packet in trace.packet
-        if packet.HasField("track_descriptor")
-    }
-    for packet in trace.packet:
-        event = packet.track_event
-        for flow in event.flow_ids:
-            ends[flow].add((tracks[event.track_uuid], event.name))
-    for request in server.requests:
-        wanted = {
-            ("steps", f"step {request['first_step']}"),
-            (f"request {request['id']}", "first token"),
-        }
-        assert [labels for labels in ends.values() if wanted <= labels]
-
-
 def test_a_window_holds_what_has_a_part_in_it(tmp_path):
     server = served(tmp_path / "records", steps=300)
     trace = traced(server.write(), "--from-s", "0.2", "--to-s", "0.4")
@@ -190,20 +169,3 @@ def test_two_hosts_are_aligned_by_their_wall_clocks(tmp_path, other, apart_s, ki
     assert min(since.values()) == 0
     assert (since["b"] - since["a"]) / 1e9 == pytest.approx(apart_s)
     assert clock.utc.startswith("2001-09-09 ")
-
-
-@pytest.mark.slow
-def test_a_request_at_two_instances_is_joined_by_an_arrow(tmp_path):
-    for name in ("p", "d"):
-        server = Server(tmp_path / "records" / name)
-        server.step()
-        steps = dict.fromkeys(("first_step", "first_token_step", "last_step"), 0)
-        server.request(**steps, finished_ns=server.ends_ns(0))
-        server.write()
-    flows = Counter(
-        flow
-        for packet in traced(tmp_path / "records").packet
-        if packet.track_event.name == "queued"
-        for flow in packet.track_event.flow_ids
-    )
-    assert list(flows.values()) == [2]

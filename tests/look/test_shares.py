@@ -303,18 +303,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
     assert "steps" not in shown.out
 
 
-def test_a_folder_beside_records_says_where_they_are(tmp_path, capsys):
+def test_a_file_of_records_is_no_folder_of_them(tmp_path, capsys):
     Server(tmp_path / "records").write()
-    (tmp_path / "logs").mkdir()
-    assert main([str(tmp_path / "logs")]) == 2
-    assert f"(there is one in {tmp_path / 'records'})" in capsys.readouterr().err
-    deeper = (tmp_path / "records").rename(tmp_path / "logs.old") / "a" / "b"
-    served(deeper, steps=10).write()
-    for path in [*deeper.glob("*.jsonl"), *deeper.parent.parent.glob("*.jsonl")]:
-        path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
-        path.unlink()
-    (tmp_path / "logs.old" / "engine_step.jsonl.gz").unlink()
-    assert main([str(tmp_path / "logs")]) == 2
-    assert f"(there is one in {deeper})" in capsys.readouterr().err
-    assert main([str(deeper / "engine_step.jsonl.gz")]) == 2
+    assert main([str(tmp_path / "records" / "engine_step.jsonl")]) == 2
     assert "name their folder" in capsys.readouterr().err
