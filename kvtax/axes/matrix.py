@@ -17,7 +17,7 @@ from kvtax.axes.cell import measured
 from kvtax.config import read_toml
 from kvtax.engine import provenance
 from kvtax.engine.connector import Connector, load_connector
-from kvtax.engine.installation import Installation, installation
+from kvtax.engine.installation import Installation
 from kvtax.engine.releases import (
     known_releases,
     on_sources,
@@ -93,15 +93,14 @@ class Choice:
     """Cells to measure and `folder` to keep them in; `again` those that are kept.
 
     Of some releases and connectors, or of all that can be installed; or of the vLLM
-    whose Python files are in `vllm`, on the compiled parts of the vLLM of `python`, or
-    of the newest release with a CPU build.
+    whose Python files are in `vllm`, on the compiled parts of the newest release with a
+    CPU build.
     """
 
     releases: list[str] | None = None
     connectors: list[str] | None = None
     again: bool = False
     vllm: Path | None = None
-    python: str | None = None
     folder: Path = RESULTS
 
     def names(self) -> list[str]:
@@ -119,8 +118,7 @@ class Choice:
         if self.vllm is None:
             yield {release: environment_of(release) for release in releases}
             return
-        python, newest = self.python, tested_releases()[-1]
-        compiled = installation(python) if python else environment_of(newest)
+        compiled = environment_of(tested_releases()[-1])
         with tempfile.TemporaryDirectory(prefix="kvtax-sources-") as folder:
             installed = on_sources(self.vllm, compiled, Path(folder))
             yield dict.fromkeys(releases, installed)

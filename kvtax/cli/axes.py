@@ -7,8 +7,7 @@ Kept cells are not measured again, so a run that was stopped goes on where it wa
 Writes the cells and README.md into the folder of --out.
 
 A vLLM that has no build for CPUs (--vllm PATH: a git checkout, or a source release,
-unpacked) runs on the compiled parts of another one: of the newest release that has a
-build, or of --python's.
+unpacked) runs on the compiled parts of the newest release that has a build.
 """
 
 from __future__ import annotations
@@ -31,12 +30,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--vllm", type=Path, metavar="PATH", help="the vLLM whose Python files are here"
     )
     parser.add_argument(
-        "--python",
-        metavar="PATH",
-        help="interpreter with a vLLM for CPUs whose compiled parts --vllm uses "
-        "(default: that of the newest release)",
-    )
-    parser.add_argument(
         "--connector", action="append", metavar="CONFIG", help="only this (repeatable)"
     )
     parser.add_argument(
@@ -55,7 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure the cells that are missing, and write the page.
 
-    Raises ConfigError for --ray or --python where they have no meaning.
+    Raises ConfigError for --ray with --vllm.
     """
     from kvtax.axes.matrix import (
         RESULTS,
@@ -72,8 +65,6 @@ def run(arguments: argparse.Namespace) -> int:
     vllm, ray = arguments.vllm, cluster_of(arguments)
     if vllm and ray:
         raise ConfigError("--vllm PATH is measured here only, without --ray")
-    if arguments.python and not vllm:
-        raise ConfigError("--python names the compiled parts for --vllm PATH")
     folder = arguments.out or (OF_SOURCES if vllm else RESULTS)
     matrix = read_matrix()
     choice = Choice(
@@ -81,7 +72,6 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.connector,
         arguments.again,
         vllm,
-        arguments.python,
         folder,
     )
     measure_matrix(matrix, choice, ray)

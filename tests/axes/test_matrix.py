@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from kvtax.axes import matrix
 from kvtax.axes.matrix import Choice, measure_matrix, read_all_cells, read_matrix
 from kvtax.axes.page import summary_page, with_releases_of
+from kvtax.engine.installation import installation
 from kvtax.report import render
 from tests.harness.made_up import made
 
@@ -41,9 +41,10 @@ def test_a_run_that_is_stopped_keeps_its_cells_and_goes_on(
         return made(name, release)
 
     monkeypatch.setattr(matrix, "measured", measured)
+    monkeypatch.setattr(matrix, "environment_of", lambda _: installation())
     out = tmp_path / "cells"
     names = ["plain", "nixl_both"]
-    choice = Choice(connectors=names, vllm=tree, python=sys.executable, folder=out)
+    choice = Choice(connectors=names, vllm=tree, folder=out)
     with pytest.raises(KeyboardInterrupt):
         measure_matrix(read_matrix(), choice, None)
     assert list(read_all_cells(out)) == [(UNLISTED, "plain")]
