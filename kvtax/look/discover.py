@@ -41,18 +41,10 @@ class ServerFiles:
     header: EngineHeader
     first_ns: int | None
 
-    @property
-    def engine(self) -> str:
-        """Name the engine that had this life: the folder, its host and rank."""
-        return _engine(self.name, self.path)
-
 
 def engine_of(folder: Path, path: Path) -> str:
     """Name the engine of which a file below `folder` is: it may have many lives."""
-    return _engine(name_of(folder, path), path)
-
-
-def _engine(name: str, path: Path) -> str:
+    name = name_of(folder, path)
     life = LIFE.fullmatch(path.parent.name)
     if life is None:
         return name

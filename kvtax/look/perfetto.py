@@ -290,8 +290,10 @@ def _stages(
 
 
 def _facts(request: dict[str, Any]) -> dict[str, Any]:
-    names = ("first_step", "prompt_tokens", "cached_tokens")
-    names += ("external_tokens", "output_tokens")
+    names = (
+        *("first_step", "prompt_tokens", "cached_tokens"),
+        *("external_tokens", "output_tokens"),
+    )
     facts = {name: request[name] for name in names if request[name] is not None}
     us = request.get("e2e.connector_us")
     return facts if us is None else facts | {"connector_us": us}

@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 import psutil
 
@@ -56,26 +56,8 @@ SHARED = re.compile(r"/dev/shm/(?:\S+-cpushm_\d+|psm_[0-9a-f]+)$", re.MULTILINE)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Process(Protocol):
-    """A child process: the calls of subprocess.Popen that are needed here."""
-
-    pid: int
-
-    def poll(self) -> int | None:
-        """Return the exit status, None while it runs."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Return the exit status. Raises subprocess.TimeoutExpired."""
-
-    def terminate(self) -> None:
-        """Send SIGTERM, if it still runs."""
-
-    def kill(self) -> None:
-        """Send SIGKILL, if it still runs."""
-
-
 class Child:
-    """A child process that was forked, with a Process's calls."""
+    """A child process that was forked, with the calls of a Popen that we need."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -108,6 +90,9 @@ class Child:
         with self._lock:
             if self._status is None:
                 os.kill(self.pid, number)
+
+
+Process = subprocess.Popen[bytes] | Child
 
 
 @dataclass(frozen=True)

@@ -349,22 +349,19 @@ def read_device_steps(path: Path, strict: bool = True) -> Lines[DeviceHeader]:
 STEPS = "engine_step.jsonl"
 
 
-def lives(folder: Path) -> list[Path]:
-    """Find the folders of engine lives in and below `folder`, oldest first.
-
-    A life whose writer was killed while it began a new file has the older part alone.
-    """
-    folders = {path.parent for path in folder.rglob(f"{STEPS}*") if _is_records(path)}
-    return sorted(folders)
-
-
 def only_life(folder: Path) -> Path:
     """Return the folder of the one engine life whose records are in `folder`.
 
     Returns `folder` itself where there are none, so that a missing file has a name.
     Raises RecordsError if there are several.
     """
-    folders = list(_here(folder))
+    inner = sorted(path for path in folder.glob("*") if path.is_dir())
+    # A life whose writer was killed while it began a new file has the older part alone.
+    folders = [
+        life
+        for life in (folder, *inner)
+        if any(whole(path).name == STEPS for path in life.glob(f"{STEPS}*"))
+    ]
     if len(folders) > 1:
         names = ", ".join(life.name for life in folders)
         raise RecordsError(
@@ -372,15 +369,3 @@ def only_life(folder: Path) -> Path:
             "only one was expected: a server of one engine that starts once"
         )
     return folders[0] if folders else folder
-
-
-def _here(folder: Path) -> Iterator[Path]:
-    if any(map(_is_records, folder.glob(f"{STEPS}*"))):
-        yield folder
-    for inner in sorted(path for path in folder.glob("*") if path.is_dir()):
-        if any(map(_is_records, inner.glob(f"{STEPS}*"))):
-            yield inner
-
-
-def _is_records(path: Path) -> bool:
-    return whole(path).name == STEPS
