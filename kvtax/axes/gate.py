@@ -32,8 +32,6 @@ from kvtax.verdict.axes import (
     Growth,
     growth,
     slow_steps_rise,
-    steepest,
-    times_beside,
 )
 from kvtax.verdict.bounds import Check, headline, junit
 from kvtax.verdict.holds import CHANCE
@@ -104,7 +102,7 @@ def gate(options: GateOptions) -> GateResult:
     if options.junit:
         write_whole(options.junit, junit(checks))
     result = GateResult(cell, checks)
-    _append(options.summary, summary(result))
+    _append(options.summary, markdown(result))
     return result
 
 
@@ -119,30 +117,6 @@ def markdown(result: GateResult) -> str:
     parts = [f"# {headline(result.checks)}", *not_kept, _costs(result.cell)]
     parts += filter(None, [_slow_steps(result.cell)])
     return "\n\n".join(parts) + "\n"
-
-
-def summary(result: GateResult) -> str:
-    """Render one sentence, and a table along each axis, as Markdown.
-
-    The table has all calls together, and what is beside the engine's thread if it
-    grows.
-    """
-    cell, checks = result.cell, result.checks
-    broken = [f"{check.what} is {check.value}" for check in checks if check.fails]
-    named = f": {'; '.join(broken)}" if broken else ""
-    rows = []
-    for axis in cell.means_us:
-        for time in (f"{ALL}_us", *times_beside(cell, axis)):
-            grown = growth(cell, axis, time)
-            if grown and (time == f"{ALL}_us" or grown.rises):
-                along = AXES[axis]
-                levels = f"{grown.levels[0]:,} to {grown.levels[-1]:,} {along.units}"
-                most = steepest(cell, axis) or "" if time == f"{ALL}_us" else time
-                row = [*_figures(axis, grown), most.removesuffix("_us")]
-                rows.append([levels, *row])
-    head = ["µs per step", *FIGURES, "grows most"]
-    line = f"{headline(checks)}, for `{cell.connector}` on vLLM {cell.release}"
-    return f"{line}{named}.\n\n{table(head, rows)}\n"
 
 
 FIGURES = ("first level", "last level", "slope", "margin", "")

@@ -52,7 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--summary",
         type=optional_path,
         metavar="FILE",
-        help="append one sentence and one table, for the summary of a CI step",
+        help="append what is printed, for the summary of a CI step",
     )
 
 

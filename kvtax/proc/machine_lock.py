@@ -4,14 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
+from contextlib import ExitStack, contextmanager
 
 from kvtax.proc.user_files import LockHeld, user_lock
 
 MEASUREMENT = "kvtax-measurement.lock"
-# Characters of the owner's command that are shown.
-MOST_COMMAND = 160
 
 
 class MachineBusy(Exception):
@@ -30,30 +27,8 @@ def machine_lock() -> Iterator[None]:
         try:
             stack.enter_context(user_lock(MEASUREMENT))
         except LockHeld as error:
-            raise MachineBusy(_busy(error.pid)) from None
+            raise MachineBusy(
+                "another sweep or experiment is running on this machine (process "
+                f"{error.pid}); two would disturb each other: wait for its end"
+            ) from None
         yield
-
-
-def _busy(pid: int) -> str:
-    words = [f"process {pid}"]
-    with suppress(OSError):
-        words += [_command(pid), f"in {_printable(_folder(pid))}"]
-    return (
-        "another sweep or experiment is running on this machine "
-        f"({', '.join(words)}); two would disturb each other: wait for its end"
-    )
-
-
-def _command(pid: int) -> str:
-    line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
-    text = line.decode(errors="backslashreplace").strip()
-    return f"`{_printable(text[:MOST_COMMAND])}`"
-
-
-def _folder(pid: int) -> str:
-    return str(Path(f"/proc/{pid}/cwd").readlink())
-
-
-def _printable(text: str) -> str:
-    """Replace what a terminal would obey."""
-    return "".join(sign if sign.isprintable() else "?" for sign in text)

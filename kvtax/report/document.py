@@ -127,8 +127,6 @@ class TimeLine(msgspec.Struct, tag_field="kind", tag="timeline", kw_only=True):
     slowest_parts: dict[str, Numbers]
     gauges: list[Gauge]
     requests: Requests | None = None
-    open: bool = True
-    """Whether it is shown at once, or behind its title."""
 
 
 class Bar(msgspec.Struct, kw_only=True):

@@ -253,17 +253,6 @@ def times_beside(cell: CellRecord, axis: str) -> list[str]:
     return [time for time in times if time in cell.means_us.get(axis, {})]
 
 
-def steepest(cell: CellRecord, axis: str) -> str | None:
-    """Find the method that grows most along `axis`; None if none grows."""
-    along = {time: growth(cell, axis, time) for time in methods(cell, axis)}
-    rises = {
-        time: max(rise.level_us) - rise.level_us[0]
-        for time, rise in along.items()
-        if rise and rise.verdict == "grows"
-    }
-    return max(rises, key=rises.__getitem__, default=None)
-
-
 def _holds(cell: CellRecord, axis: str, time: str, us: Floats, x: Floats) -> Holds:
     """Take the holds of a cell in which nothing disturbed the machine, pass by pass.
 

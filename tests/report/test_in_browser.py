@@ -247,24 +247,6 @@ def test_a_keyboard_reaches_everything_and_reads_the_chart(open_page):
     assert page.locator("[data-step]").get_attribute("data-step") == "1001"
 
 
-def test_a_folded_time_line_is_drawn_when_a_keyboard_opens_it(open_page):
-    folded = time_line()
-    folded.open = False
-    page = open_page(render.html(whole_page(sections=[folded])))
-    assert page.locator("canvas").count() == 0
-    page.locator("summary", has_text=folded.title).press("Enter")
-    chart = page.locator(".chart").first
-    chart.locator("canvas").wait_for()
-    wide = chart.evaluate(
-        "of => of.querySelector('canvas').clientWidth / of.clientWidth"
-    )
-    assert 0.6 < wide <= 1
-    assert page.locator("[data-requests]").count() == 1
-    page.locator("summary", has_text=folded.title).press("Enter")
-    page.locator("summary", has_text=folded.title).press("Enter")
-    assert page.locator(".chart").count() == 2
-
-
 def test_clicking_a_step_shows_its_parts(open_page):
     page = open_page(render.html(whole_page(sections=[time_line()])))
     box = page.locator(".u-over").first.bounding_box()

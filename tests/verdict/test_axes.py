@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvtax.records.observatory_cell import CellRecord
-from kvtax.verdict.axes import AXES, growth, steepest
+from kvtax.verdict.axes import AXES, growth
 from tests.harness.made_up import META, made, slow_at
 
 EACH_AXIS = pytest.mark.parametrize("axis", AXES)
@@ -60,7 +60,6 @@ def test_a_cost_that_rises_and_falls_again_grows(axis):
     along = growth(cell, axis, META)
     assert along.words == "grows, not in a line"
     assert along.exponent is None
-    assert steepest(cell, axis) == META
 
 
 def along_running(*passes: list[float]) -> CellRecord:
@@ -226,12 +225,6 @@ def test_a_pass_that_the_machine_spoilt_changes_nothing():
     passes = cell.means_us["running"][META]
     passes[7] = [us * (3 if level % 2 else 1) for level, us in enumerate(passes[0])]
     assert growth(cell, "running", META).shape == "linear"
-
-
-def test_the_method_that_grows_most_is_named():
-    cell = made(running=curve("running", 1, 500.0))
-    assert steepest(cell, "running") == META
-    assert steepest(cell, "context") is None
 
 
 def test_a_time_that_was_not_taken_has_no_growth():

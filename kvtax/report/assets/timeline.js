@@ -7,18 +7,8 @@ const MOST_REQUESTS = 10;
 const RIGHT_AXIS = 48;
 const LABEL = 24;
 
-/** At once, or drawn when its title is opened: a page may hold many. */
 function showTimeLine(section) {
-  if (section.open) {
-    return el("section", {}, el("h2", {}, section.title), ...timeLineParts(section));
-  }
-  const details = el("details", { ontoggle: () => {
-    if (details.open && details.children.length === 1) {
-      details.append(...timeLineParts(section));
-      fitCharts();
-    }
-  } }, el("summary", {}, section.title));
-  return el("section", {}, details);
+  return el("section", {}, el("h2", {}, section.title), ...timeLineParts(section));
 }
 
 function timeLineParts(section) {
