@@ -188,15 +188,14 @@ def _measure(
         is_reference = _is_reference(arguments)
         analysis = _report(run_dir, REPOSITORY if is_reference else run_dir)
     machine = analysis.document.machine
-    refused = machine is not None and machine.refused
-    if is_reference and not refused:
+    if is_reference and not (machine and machine.refused):
         _write_figures_into_pages(REPOSITORY)
     is_worse = _is_worse(analysis, arguments.limits)
     _print_verdicts(analysis)
     if is_worse:
         return Exit.WORSE
     failed = any(trial.status != "ok" for trial in trials)
-    return Exit.NOT_MEASURED if failed or refused else Exit.GOOD
+    return Exit.NOT_MEASURED if failed else Exit.GOOD
 
 
 def _is_reference(arguments: argparse.Namespace) -> bool:
