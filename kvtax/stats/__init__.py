@@ -17,7 +17,7 @@ held: `fit` (levels of an axis that was held), `share_between_servers`, `growth`
 resampling: `over_rounds`, `difference`, `ratio`, `added`, `chance_of_rise` (rare events
     by level)
 least_squares: `jackknifed_slopes`, `share_explained_by_others`, `line_of_sums`,
-    `exponent` (of a power), `least_relative_error`
+    `exponent` (of a power)
 processes: `student`, `look_level` (looks at a run that goes on), `RunSpread`,
     `mean_over_servers`
 """

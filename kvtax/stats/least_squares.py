@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Least-squares fits: several axes at once, lines, powers, forwards.
+"""Least-squares fits: several axes at once, lines, powers.
 
 Intervals of a fit on neighbouring steps are the widest of three jackknifes that leave
 out stretches of time (Kunsch 1989), short and long ones: they hold for noise that is
@@ -19,8 +19,6 @@ STRETCHES = 20
 TOGETHER = (1, 2, 4)
 # Exponents p of a + b x^p that are tried.
 EXPONENTS = np.linspace(0.2, 3.0, 141)
-# Rounds of reweighting until absolute errors are minimised by squares.
-ROUNDS = 30
 
 
 def share_explained_by_others(matrix: Floats) -> Floats:
@@ -94,26 +92,3 @@ def exponent(x: Floats, y: Floats) -> float:
     slope = (run @ rise) / (run**2).sum(axis=1)
     left = ((rise - slope[:, None] * run) ** 2).sum(axis=1)
     return float(EXPONENTS[np.argmin(left)])
-
-
-def least_relative_error(terms: Floats, values: Floats) -> Floats:
-    """Fit factors >= 0 of `terms` (n, K) with the least sum of |relative error|.
-
-    Least squares, reweighted again and again: a value that the machine held up is far
-    off, and must not count by its square.
-    """
-    factors = np.zeros(terms.shape[1])
-    used = np.ones(terms.shape[1], bool)
-    while True:
-        weights = 1 / values
-        for _ in range(ROUNDS):
-            # Without the scale, terms differ by ten orders of magnitude.
-            scale = np.abs(terms[:, used] * weights[:, None]).sum(axis=0)
-            scaled = terms[:, used] * weights[:, None] / scale
-            solved = np.linalg.lstsq(scaled, values * weights, rcond=None)[0] / scale
-            off = np.abs(terms[:, used] @ solved / values - 1)
-            weights = 1 / (values * np.sqrt(np.maximum(off, 1e-4)))
-        if (solved >= 0).all():
-            factors[used] = solved
-            return factors
-        used[np.flatnonzero(used)[solved.argmin()]] = False

@@ -18,7 +18,6 @@ from kvtax.stats.distribution import Distribution, f_quantile, t_quantile
 from kvtax.stats.least_squares import (
     exponent,
     jackknifed_slopes,
-    least_relative_error,
     line_of_sums,
     share_explained_by_others,
 )
@@ -410,14 +409,3 @@ def test_slopes_along_two_axes_and_their_jackknife():
     # The error of a slope is 1 / sqrt(400), and the interval as wide or wider.
     assert 0.06 < (noisy.high - noisy.low) / 2 < 0.25
     assert noisy.low < 3.0 < noisy.high
-
-
-def test_factors_have_the_least_relative_error_and_are_not_negative():
-    terms = np.column_stack([np.ones(9), np.arange(1.0, 10.0)])
-    values = terms @ [50.0, 10.0]
-    values[4] *= 30
-    assert least_relative_error(terms, values) == pytest.approx([50.0, 10.0], rel=1e-3)
-    falling = 100 - 5 * np.arange(1.0, 10.0)
-    constant, slope = least_relative_error(terms, falling)
-    # A line cannot fall: the constant has the median relative error.
-    assert slope == 0.0 and 55 <= constant <= 75

@@ -27,7 +27,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         ("replay", "send a trace to a server", _add_replay, _replay),
         ("analyze", "write the report of a run again", _add_analyze, _analyze),
         ("decide", "decide recorded snapshots by another policy", _add_decide, _decide),
-        ("forward", "fit a profile's forward to your GPU", _add_forward, _forward),
         ("roofline", "a profile's forward by roofline", _add_roofline, _roofline),
     ):
         subparser = actions.add_parser(
@@ -207,24 +206,6 @@ def _decide(arguments: argparse.Namespace) -> int:
     comparison = decide_again(arguments.decisions, arguments.policy, given)
     print(comparison.text())
     return Exit.GOOD if comparison.reproduced else Exit.WORSE
-
-
-def _add_forward(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "records", type=Path, metavar="RECORDS_DIR", help="records of one server"
-    )
-
-
-def _forward(arguments: argparse.Namespace) -> int:
-    """Fit the table [forward] of a fleet profile to the step records of a server.
-
-    The server needs the patch step_timing_v2, and no connector.
-    Exit codes: 0; 2 the records cannot be read, or are of too few steps.
-    """
-    from kvtax_fleet.simulate.fit_forward import fitted_table
-
-    print(fitted_table(arguments.records))
-    return Exit.GOOD
 
 
 def _add_roofline(parser: argparse.ArgumentParser) -> None:
