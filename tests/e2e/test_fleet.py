@@ -110,16 +110,6 @@ def complete(instance: Instance, prompt: list[int]) -> dict:
         return json.load(response)
 
 
-def check(file: Path) -> subprocess.CompletedProcess:
-    command = [*LAUNCH, "--check", str(file)]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-
-
-def test_what_was_launched_is_in_order(fleet):
-    checked = check(fleet[1] / "instances.json")
-    assert checked.returncode == 0, checked.stderr
-
-
 def test_a_password_of_the_connector_is_in_no_command_line_or_log(fleet):
     process, folder = fleet
     commands = [
@@ -131,14 +121,6 @@ def test_a_password_of_the_connector_is_in_no_command_line_or_log(fleet):
         text = (folder / name / "server.log").read_text()
         # vLLM names it there, up to 0.28.
         assert "kv_transfer_config" in text and PASSWORD not in text
-
-
-def test_an_instances_file_that_is_wrong_about_them_is_told_how(instances, tmp_path):
-    wrong = [msgspec.structs.replace(entry, block_tokens=64) for entry in instances]
-    write_instances(tmp_path / "wrong.json", wrong)
-    checked = check(tmp_path / "wrong.json")
-    assert checked.returncode == 3
-    assert "i1: blocks have 16 tokens, not 64" in checked.stderr
 
 
 def test_a_prompt_takes_the_simulated_time_and_the_next_finds_it_cached(

@@ -23,7 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     for name, summary, add_arguments, action in (
         ("run", "run an experiment and compare its arms", _add_run, _run),
-        ("launch", "start a fleet, or check a running one", _add_launch, _launch),
+        ("launch", "start a fleet on this machine", _add_launch, _launch),
         ("replay", "send a trace to a server", _add_replay, _replay),
         ("analyze", "write the report of a run again", _add_analyze, _analyze),
         ("decide", "decide recorded snapshots by another policy", _add_decide, _decide),
@@ -114,21 +114,14 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="folder of instances.json, logs and records (default: in runs/)",
     )
-    parser.add_argument(
-        "--check",
-        type=Path,
-        metavar="FILE",
-        help="start nothing: check the instances of this file",
-    )
 
 
 def _launch(arguments: argparse.Namespace) -> int:
-    """Start a fleet of vLLM instances on this machine, or check another fleet.
+    """Start a fleet of vLLM instances on this machine.
 
     The fleet runs until Ctrl-C or SIGTERM, and no process of it outlives the command.
-    Exit codes: 0 the checked fleet is in order; 2 the
-    arguments or the machine do not fit; 3 an instance did not start, died or is not in
-    order; 130 or 143 the fleet was stopped.
+    Exit codes: 2 the arguments or the machine do not fit; 3 an instance did not start,
+    or died; 130 or 143 the fleet was stopped.
     """
     require_checkout("fleet launch")
     from kvtax_fleet.launch import launched

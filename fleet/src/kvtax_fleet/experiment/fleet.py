@@ -27,8 +27,8 @@ from kvtax_fleet.experiment.machine import (
 )
 from kvtax_fleet.instances import InstancesError
 from kvtax_fleet.launch.launched import (
-    CheckError,
     LaunchedInstance,
+    NoAnswer,
     Workshop,
     check_alive,
     http_text,
@@ -43,7 +43,7 @@ POLL_S = 0.2
 # Errors by which a fleet fails.
 FLEET_ERRORS = (
     RecordsError,
-    CheckError,
+    NoAnswer,
     InstancesError,
     PortsError,
     ServerError,
@@ -155,7 +155,7 @@ class Fleet:
 def _kv_tokens(url: str, tokens_per_block: int) -> int | None:
     """Compute how many tokens an instance can cache, None if vLLM does not report it.
 
-    Raises CheckError if the instance does not answer.
+    Raises NoAnswer if the instance does not answer.
     """
     blocks = cache_config(http_text(f"{url}/metrics")).get("num_gpu_blocks")
     return None if blocks is None else blocks * tokens_per_block

@@ -6,14 +6,13 @@ from __future__ import annotations
 import argparse
 import datetime
 import shutil
-import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
+from typing import NoReturn
 
 import msgspec
 from kvtax.engine import ServerError, preflight
@@ -25,7 +24,7 @@ from kvtax.paths import REPOSITORY
 from kvtax.proc.loopback import open_url
 from kvtax.proc.ports import reserve
 
-from kvtax_fleet.instances import read_instances, write_instances
+from kvtax_fleet.instances import write_instances
 from kvtax_fleet.launch.instance_settings import (
     InstanceSettings,
     read_instance_settings,
@@ -39,7 +38,6 @@ from kvtax_fleet.launch.spec import (
     server_of,
 )
 from kvtax_fleet.paths import CONFIGS
-from kvtax_fleet.records.exposition import cache_config
 from kvtax_fleet.records.instances import Instance, Role
 
 FORWARD_TOTALS = "forward_totals"
@@ -164,55 +162,19 @@ def stop(fleet: list[LaunchedInstance]) -> None:
 TIMEOUT_S = 10.0
 
 
-class CheckError(Exception):
-    """An instance is not in order; the message says which and how."""
+class NoAnswer(Exception):
+    """An instance does not answer; the message says which URL and why."""
 
     exit_code = 3
 
 
-def check_instances(instances: list[Instance]) -> None:
-    """Raise CheckError with everything that is wrong, a line each."""
-    wrong = [complaint for each in instances for complaint in _complaints(each)]
-    if wrong:
-        raise CheckError("\n".join(wrong))
-
-
-def _complaints(instance: Instance) -> list[str]:
-    try:
-        http_text(f"{instance.url}/health")
-        settings = cache_config(http_text(f"{instance.url}/metrics"))
-    except CheckError as error:
-        return [f"{instance.name}: {error}"]
-    wrong = []
-    block_tokens = settings.get("block_size", instance.block_tokens)
-    if block_tokens != instance.block_tokens:
-        wrong.append(
-            f"{instance.name}: blocks have {block_tokens} tokens, "
-            f"not {instance.block_tokens} (block_tokens)"
-        )
-    if instance.bootstrap_url:
-        parts = urlsplit(instance.bootstrap_url)
-        wrong += _unreachable(instance, "bootstrap_url", parts.hostname, parts.port)
-    return wrong
-
-
-def _unreachable(
-    instance: Instance, field: str, host: str | None, port: int | None
-) -> list[str]:
-    try:
-        socket.create_connection((host, port), TIMEOUT_S).close()
-    except OSError as error:
-        return [f"{instance.name}: {field}: {host}:{port}: {error}"]
-    return []
-
-
 def http_text(url: str) -> str:
-    """Fetch a page as text. Raises CheckError."""
+    """Fetch a page as text. Raises NoAnswer."""
     try:
         with open_url(url, TIMEOUT_S) as response:
             return str(response.read().decode())
     except (OSError, ValueError) as error:
-        raise CheckError(f"{url}: {error}") from None
+        raise NoAnswer(f"{url}: {error}") from None
 
 
 PROFILE = CONFIGS / "profiles" / "h20-30b-a3b.toml"
@@ -220,32 +182,14 @@ ALIVE_EVERY_S = 1.0
 ROLES: dict[str, Role] = {"both": "both", "prefill": "prefill", "decode": "decode"}
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Check or start the fleet; return the exit code. Starting ends by a signal.
+def run(arguments: argparse.Namespace) -> NoReturn:
+    """Start the fleet and run it until a signal ends it.
 
     Raises what launching does.
     """
-    if arguments.check:
-        return _check(arguments.check)
-    _run_until_ended(arguments)
-    return 0
-
-
-def _check(file: Path) -> int:
-    instances = read_instances(file)
-    check_instances(instances)
-    print(f"{len(instances)} instances are in order")
-    return 0
-
-
-def _check_machine(spec: FleetSpec) -> None:
+    spec = _spec(arguments)
     preflight.check_resources(spec.settings, len(spec.roles))
     preflight.check_connector(spec.connector)
-
-
-def _run_until_ended(arguments: argparse.Namespace) -> None:
-    spec = _spec(arguments)
-    _check_machine(spec)
     folder = (arguments.folder or _new_folder()).resolve()
     out = folder / "instances.json"
     with (
