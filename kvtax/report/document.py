@@ -37,16 +37,6 @@ class Words(msgspec.Struct, tag_field="kind", tag="words", kw_only=True):
     paragraphs: list[str]
 
 
-class Picture(msgspec.Struct, tag_field="kind", tag="picture", kw_only=True):
-    """A figure that was drawn elsewhere."""
-
-    title: str
-    png: str
-    """The file's content in base64."""
-    file: str = ""
-    """The file's path relative to a report in Markdown."""
-
-
 class Line(msgspec.Struct, kw_only=True):
     """One line of a figure; `low` and `high` are the edges of its band."""
 
@@ -155,7 +145,7 @@ class Group(msgspec.Struct, tag_field="kind", tag="group", kw_only=True):
     sections: list[Section]
 
 
-Section = Words | Picture | Table | Figure | Verdicts | TimeLine | Bars | Group
+Section = Words | Table | Figure | Verdicts | TimeLine | Bars | Group
 
 
 class Page(msgspec.Struct, kw_only=True):

@@ -20,7 +20,6 @@ from kvtax.report.document import (
     Figure,
     Group,
     Page,
-    Picture,
     Section,
     Table,
     TimeLine,
@@ -101,9 +100,6 @@ def _section_markdown(section: Section) -> list[str]:
                 return [escaped(section.note), text]
             summary = f"<details><summary>{escaped(section.title)}</summary>"
             return [summary, escaped(section.note), text, "</details>"]
-        case Picture():
-            title = escaped(section.title)
-            return [f"![{title}]({section.file})" if section.file else ""]
         case Verdicts():
             return [
                 "\n".join(

@@ -18,7 +18,6 @@ from kvtax.report.document import (
     Figure,
     Line,
     Page,
-    Picture,
     Table,
     Verdict,
     Verdicts,
@@ -39,7 +38,6 @@ PAGE = Page(
             title="First", columns=["arm", "ms"], rows=[["a|b", 1234.5], ["c", None]]
         ),
         Table(title="More", columns=["arm"], rows=[["two\nlines"]], open=False),
-        Picture(title="A figure", png="iVBO", file="figures/f.png"),
         Figure(
             title="F", x_label="x", y_label="y", x=[1], lines=[Line(name="l", y=[2])]
         ),
@@ -67,7 +65,6 @@ def test_markdown_holds_every_part_of_a_page():
         "<details><summary>More</summary>\n\n| arm |\n| --- |\n| two <br> lines |"
         in text
     )
-    assert "![A figure](figures/f.png)" in text
     assert "| x | l |" in text
     assert "- `n`: **flat**: is." in text
     assert "**torn lines**\n  - `a`, `b`: 1 torn line\n  - **What to do:** Look" in text
@@ -134,13 +131,12 @@ def test_a_hostile_name_is_text_wherever_it_stands():
         lines=[Line(name=HOSTILE, y=[2])],
     )
     verdicts = Verdicts(title=HOSTILE, verdicts=[verdict])
-    picture = Picture(title=HOSTILE, png="", file="f.png")
     page = Page(
         title=HOSTILE,
         question=HOSTILE,
         answer=[HOSTILE],
         warnings=[RunWarning("torn_lines", HOSTILE, HOSTILE, HOSTILE)],
-        sections=[words, table, hidden, verdicts, drawn, picture],
+        sections=[words, table, hidden, verdicts, drawn],
         made=HOSTILE,
     )
     text = render.markdown(page)

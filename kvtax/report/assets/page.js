@@ -3,7 +3,6 @@
 
 const SHOW = {
   words: showWords,
-  picture: showPicture,
   table: showTable,
   figure: showFigure,
   verdicts: showVerdicts,
@@ -20,12 +19,12 @@ const SHOW = {
     ...paragraphs(page.answer));
   const main = document.getElementById("content");
   const shown = page.sections.map((section) => SHOW[section.kind](section));
-  // On the first screen: verdicts beside their figure, a table over its picture or
+  // On the first screen: verdicts beside their figure, a table over its
   // figure, or the first section.
   const kinds = page.sections.slice(0, 2).map((section) => section.kind).join();
   const isBeside = kinds === "verdicts,figure";
   const first = el("div", { class: isBeside ? "first two" : "first" },
-    ...shown.splice(0, /^(verdicts,figure|table,(picture|figure))$/.test(kinds) ? 2 : 1));
+    ...shown.splice(0, /^(verdicts,figure|table,figure)$/.test(kinds) ? 2 : 1));
   main.replaceChildren(...[first, showWarnings(page.warnings), ...shown].filter(Boolean));
   document.getElementById("foot").append(el("p", {}, ...marked(page.made)));
   fitCharts();

@@ -169,12 +169,6 @@ function showWords(section) {
     ...paragraphs(section.paragraphs));
 }
 
-function showPicture(section) {
-  const source = `data:image/png;base64,${section.png}`;
-  return el("section", {}, el("figure", {}, el("img", { src: source, alt: section.title }),
-    el("figcaption", {}, section.title)));
-}
-
 function showTable(section) {
   const table = tableOf(section.title, section.columns, section.rows);
   const save = saveButton("Save as CSV", fileName(section.title, "csv"),

@@ -8,15 +8,14 @@ from analysis.json.
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterable
 from pathlib import Path
 
 from kvtax.records.estimate import Estimate
 from kvtax.records.files import write_document, write_whole
 from kvtax.records.warning import RunWarning
-from kvtax.report import PALETTE, render
-from kvtax.report.document import Cell, Page, Picture, Section, Table, Words
+from kvtax.report import render
+from kvtax.report.document import Cell, Page, Section, Table, Words
 from kvtax.report.markdown import DASH, number
 from kvtax.stats.distribution import REPLICATES
 from kvtax.stats.processes import REACH
@@ -49,61 +48,16 @@ def write_reports(run_dir: Path, out: Path) -> bool:
     analysis = analyse(read_run(run_dir), MOVED_MODEL, MOVED_OVER_GBIT_S)
     out.mkdir(parents=True, exist_ok=True)
     write_document(out / "analysis.json", analysis.results)
-    loads = [*by_load(analysis.results.ranking).values()]
-    page = report_page(analysis.results, [draw_ranking(loads, out)] if loads else [])
+    page = report_page(analysis.results)
     write_whole(out / "report.md", render.markdown(page).encode())
     write_whole(out / "report.html", render.html(page).encode())
     return analysis.sound
 
 
-def draw_ranking(loads: list[list[Rank]], out: Path) -> Picture:
-    """Draw a panel for each load, a row for each arm, the best on top.
-
-    Writes figures/ranking.png below `out`.
-    """
-    # Numbers need no matplotlib.
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(
-        len(loads),
-        1,
-        figsize=(9.5, 0.8 + sum(0.4 + 0.32 * len(ranks) for ranks in loads)),
-        height_ratios=[len(ranks) + 1 for ranks in loads],
-        sharex=True,
-        squeeze=False,
-        layout="constrained",
-    )
-    for panel, ranks in zip(axes.flat, loads, strict=True):
-        for place, rank in enumerate(ranks):
-            level = rank.against_best
-            panel.plot(level.value if level else 0, place, "o", color=PALETTE.colour(0))
-            if level and level.ci95:
-                panel.hlines(place, *level.ci95, color=PALETTE.colour(0), linewidth=2)
-        panel.axvline(0, color="#000000", linewidth=0.8)
-        panel.set_yticks(range(len(ranks)), [rank.arm for rank in ranks])
-        panel.set_ylim(len(ranks) - 0.5, -0.5)
-        panel.grid(axis="x", alpha=0.3)
-        panel.spines[["top", "right"]].set_visible(False)
-    axes.flat[-1].set_xlabel("mean E2E, % over the best; lines: 95 % intervals")
-    file = out / "figures" / "ranking.png"
-    file.parent.mkdir(exist_ok=True)
-    figure.savefig(file, dpi=120)
-    plt.close(figure)
-    return Picture(
-        title="Mean E2E of each arm over the best at its load",
-        png=base64.b64encode(file.read_bytes()).decode(),
-        file="figures/ranking.png",
-    )
-
-
-def report_page(results: FleetAnalysis, pictures: Iterable[Picture] = ()) -> Page:
-    """Make the page of a run; `pictures` are of the ranking."""
+def report_page(results: FleetAnalysis) -> Page:
+    """Make the page of a run."""
     sections: list[Section] = [
         *ranking_table(results),
-        *pictures,
         workload_table(results),
         *outcome_sections(results),
         *latency_sections(results),
