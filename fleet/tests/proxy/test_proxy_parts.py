@@ -139,7 +139,7 @@ def test_each_setting_with_a_description_is_an_option(capsys):
     assert ended.value.code == 0
     printed = capsys.readouterr().out
     assert "--silence-timeout-s" in printed
-    assert "--drain-timeout-s" not in printed
+    assert "--mirror-tokens" not in printed
 
 
 HEADER = DecisionsHeader(policy="linear")

@@ -15,7 +15,6 @@ from kvtax.engine.server import http_ok, tail
 from kvtax.proc.ports import LOOPBACK, reserve
 from kvtax.proc.supervise import Supervised
 from kvtax.records.files import write_document
-from msgspec.structs import replace
 
 from kvtax_fleet.experiment.config import Arm, proxy_settings
 from kvtax_fleet.records.instances import Instance
@@ -54,8 +53,7 @@ def started_router(
     """
     own, control = reserve(2)
     settings = proxy_settings(arm, instances)
-    # It is stopped after the last answer, or because a run has failed.
-    write_document(folder / "proxy.json", replace(settings, drain_timeout_s=0.0))
+    write_document(folder / "proxy.json", settings)
     command = [sys.executable, "-m", "kvtax", "proxy"]
     command += ["--settings", str(folder / "proxy.json")]
     command += ["--instances", str(folder / "instances.json")]

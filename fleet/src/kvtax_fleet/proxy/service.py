@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,9 +64,8 @@ def serve(
 ) -> int:
     """Serve the instances; return 128 + a signal's number.
 
-    SIGTERM lets the requests under way end first; SIGINT and a second signal do not.
-    Prints its URL and that of its control surface once it serves. Raises what
-    `serving` raises.
+    The requests under way end with an error. Prints its URL and that of its
+    control surface once it serves. Raises what `serving` raises.
     """
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     allow_open_files()  # two sockets per request
@@ -86,17 +85,14 @@ async def _serve(
 ) -> int:
     loop = asyncio.get_running_loop()
     stopped: asyncio.Future[int] = loop.create_future()
-    hurried = asyncio.Event()
 
     def stop(number: int) -> None:
-        if stopped.done() or number == signal.SIGINT:
-            hurried.set()
         if not stopped.done():
             stopped.set_result(number)
 
     for number in heeded((signal.SIGINT, signal.SIGTERM)):
         loop.add_signal_handler(number, stop, number)
-    async with serving(instances, settings, log_path, endpoint, hurried) as proxy:
+    async with serving(instances, settings, log_path, endpoint) as proxy:
         print(_url(endpoint.host, proxy.ports.clients), flush=True)
         control = _url(LOOPBACK, proxy.ports.control)
         print(f"control: {control}", flush=True)
@@ -113,13 +109,10 @@ async def serving(
     settings: Settings,
     log_path: Path | None,
     endpoint: Endpoint,
-    hurried: asyncio.Event | None = None,
 ) -> AsyncIterator[Proxy]:
-    """Serve inside the context.
+    """Serve inside the context; leaving it ends the requests under way.
 
-    On leaving it, the requests under way have `drain_timeout_s` to end, until `hurried`
-    is set; none without it. Raises SettingsError, PolicyError, or
-    OSError if it cannot listen.
+    Raises SettingsError, PolicyError, or OSError if it cannot listen.
     """
     settings = resolved(instances, settings)
     header = header_of(settings, instances)
@@ -147,13 +140,10 @@ async def serving(
         try:
             yield proxy
         finally:
-            proxy.draining = True
             for site in list(runner.sites):
                 await site.stop()
             assert runner.server is not None
             runner.server.pre_shutdown()
-            if hurried is not None:
-                await proxy.drain(settings.drain_timeout_s, hurried)
             await proxy.core.stop()
             for task in background:
                 task.cancel()
@@ -184,28 +174,13 @@ class Proxy:
         self._settings = settings
         self._upstream = upstream
         self.core = Core(instances, settings, upstream, decisions)
-        self._under_way = 0
-        self.draining = False
-
-    async def drain(self, limit_s: float, hurried: asyncio.Event) -> None:
-        """Wait for the requests under way, until `hurried` is set or for `limit_s`."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(limit_s):
-                while self._under_way and not hurried.is_set():
-                    await asyncio.sleep(0.02)
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer any request."""
-        self._under_way += 1
         try:
-            response = await self._answer(request)
+            return await self._answer(request)
         except Failure as failure:
-            response = error_response(failure)
-        finally:
-            self._under_way -= 1
-        if self.draining:
-            response.force_close()
-        return response
+            return error_response(failure)
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer by the decoded path; nothing else of a client's path is sent on.
@@ -213,8 +188,6 @@ class Proxy:
         Raises Failure.
         """
         check_head(request)
-        if self.draining:
-            raise Failure(503, None, "the proxy is being stopped")
         path, is_get = request.path, request.method in ("GET", "HEAD")
         if path in APIS and request.method == "POST":
             settings = self._settings

@@ -41,8 +41,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill_timeout_s: Annotated[float, Meta(ge=0.001)] = 60.0
     # Seconds from an offloaded prefill to the first byte.
     handover_timeout_s: Annotated[float, Meta(ge=0.001)] = 30.0
-    # Seconds for requests under way after SIGTERM.
-    drain_timeout_s: Annotated[float, Meta(ge=0)] = 25.0
 
 
 class SettingsError(Exception):
