@@ -185,7 +185,7 @@ def proxy(
 ) -> Iterator[Proxy]:
     """Start one before these instances, on a free port unless the options say.
 
-    Options may be any of the settings, `--client-timeout-s` for `client_timeout_s`.
+    Options may be any of the settings, `--silence-timeout-s` for `silence_timeout_s`.
     """
     number = len(list(folder.glob("*.instances.json")))
     file, log = (
@@ -203,7 +203,7 @@ def proxy(
             control = process.stdout.readline().strip().removeprefix("control: ")
             yield Proxy(process, url, control, log)
         finally:
-            process.send_signal(signal.SIGINT)  # which waits for no request
+            process.send_signal(signal.SIGINT)
             try:
                 process.wait(DEADLINE_S)
             except subprocess.TimeoutExpired:

@@ -21,7 +21,6 @@ from kvtax_fleet.proxy.decision_log import DecisionLog
 from kvtax_fleet.proxy.exchange import (
     Answer,
     Client,
-    ClientStalled,
     Exact,
     Exchange,
     Failure,
@@ -119,8 +118,7 @@ class Core(Generic[Payload]):
                 client.refuse(Failure(503, None, STOPPED))
                 return
             if end.status is None:
-                stalled = isinstance(error, ClientStalled)
-                end.status, end.error = "client_gone", str(error) if stalled else None
+                end.status = "client_gone"
             if isinstance(error, asyncio.CancelledError):
                 raise
         except Exception as error:

@@ -48,10 +48,6 @@ class Unreachable(Lost):
     """No connection, so that nothing has been sent."""
 
 
-class ClientStalled(ConnectionResetError):
-    """The client has stopped reading, and its connection has been ended."""
-
-
 def error_json(error: Failure) -> bytes:
     """Encode an error as OpenAI's APIs do, with the instance that failed."""
     message = f"{error}: {error.quoted}" if error.quoted else str(error)

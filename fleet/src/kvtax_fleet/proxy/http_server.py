@@ -15,7 +15,7 @@ from multidict import MultiMapping
 
 from kvtax_fleet.proxy.apis import APIS
 from kvtax_fleet.proxy.body import Body, BodyError
-from kvtax_fleet.proxy.exchange import ClientStalled, Failure, error_event, error_json
+from kvtax_fleet.proxy.exchange import Failure, error_event, error_json
 from kvtax_fleet.proxy.upstream import READ_BYTES, forwarded
 
 # Seconds that a connection may be silent between requests, and for what a client still
@@ -39,16 +39,14 @@ log = logging.getLogger(__name__)
 class HttpClient:
     """A Client over HTTP, of the API at `path`.
 
-    `response` is there once it has been answered. A client that sends or takes nothing
-    for `timeout_s` is cut off.
+    `response` is there once it has been answered.
     """
 
     def __init__(
-        self, request: web.BaseRequest, path: str, max_body_bytes: int, timeout_s: float
+        self, request: web.BaseRequest, path: str, max_body_bytes: int
     ) -> None:
         self._request = request
         self._max_body_bytes = max_body_bytes
-        self._timeout_s = timeout_s
         self.path = path
         self.headers: MultiMapping[str] = forwarded(request.headers)
         self.response: web.StreamResponse | None = None
@@ -79,11 +77,7 @@ class HttpClient:
 
     async def _piece(self) -> bytes:
         try:
-            async with asyncio.timeout(self._timeout_s):
-                return await self._request.content.readany()
-        except TimeoutError:
-            why = f"nothing more of the body has come for {self._timeout_s:g} s"
-            raise Failure(408, None, why) from None
+            return await self._request.content.readany()
         except web.RequestPayloadError as error:
             why = f"the body cannot be read: {type(error).__name__}"
             raise Failure(400, None, why) from None
@@ -96,29 +90,19 @@ class HttpClient:
 
     async def begin(self, status: int, headers: MultiMapping[str]) -> None:
         self.response = web.StreamResponse(status=status, headers=headers)
-        await self._sent(self.response.prepare(self._request))
+        await self.response.prepare(self._request)
 
     async def write(self, chunk: bytes) -> None:
         assert self.response is not None
-        await self._sent(self.response.write(chunk))
+        await self.response.write(chunk)
 
     async def end(self, chunk: bytes = b"") -> None:
         assert self.response is not None
-        await self._sent(self.response.write_eof(chunk))
+        await self.response.write_eof(chunk)
 
     async def break_off(self, failure: Failure) -> None:
         # A blank line first, to end a torn event.
         await self.write(b"\n\n" + error_event(failure))
-
-    async def _sent(self, sending: Awaitable[object]) -> None:
-        """Wait until the client has taken enough. Raises ConnectionResetError."""
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await sending
-        except TimeoutError:
-            self._abort()
-            why = f"the client took nothing for {self._timeout_s:g} s"
-            raise ClientStalled(why) from None
 
     def _abort(self) -> None:
         if self._request.transport is not None:

@@ -31,7 +31,7 @@ async def relay(
     """Send an answer, begun `now_ns`, to the client; fill in the exchange's end line.
 
     Returns the failure that ended a stream. Raises ConnectionResetError if the client
-    is gone, or takes nothing for too long.
+    is gone.
     """
     end, client = exchange.end, exchange.client
     headers: CIMultiDict[str] = answer.headers

@@ -190,10 +190,7 @@ class Proxy:
         check_head(request)
         path, is_get = request.path, request.method in ("GET", "HEAD")
         if path in APIS and request.method == "POST":
-            settings = self._settings
-            client = HttpClient(
-                request, path, settings.max_body_bytes, settings.client_timeout_s
-            )
+            client = HttpClient(request, path, self._settings.max_body_bytes)
             await self.core.handle(client)
             return client.response or web.Response(status=503)  # it is gone
         if path == "/health" and is_get:

@@ -35,8 +35,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "begun, or is to be a stream; also for requests to wait where all are out",
         ),
     ] = 300.0
-    # Seconds that a client may send or take nothing.
-    client_timeout_s: Annotated[float, Meta(ge=0.001)] = 60.0
     # Seconds for an offloaded prefill, if the policy has none.
     prefill_timeout_s: Annotated[float, Meta(ge=0.001)] = 60.0
     # Seconds from an offloaded prefill to the first byte.
