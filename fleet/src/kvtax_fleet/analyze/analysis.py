@@ -220,7 +220,6 @@ def analyse(runs: list[ArmRun], model: str, bandwidth_gbit_s: float) -> Analysis
             offloads=offloads(own, answered, draws),
         )
     compared = comparisons(runs, requests, draws)
-    warnings += fleet_warnings.noise_warnings(compared)
     results = FleetAnalysis(
         experiment=runs[0].info.experiment,
         made=_made(runs[0]),

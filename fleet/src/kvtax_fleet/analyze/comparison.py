@@ -100,10 +100,6 @@ class Comparison(msgspec.Struct):
         """Return the difference in %; None if there is none."""
         return self.percent[metric][quantile] if self.percent else None
 
-    def reached(self, metric: str, quantile: str) -> list[float] | None:
-        """Return the reach of equal arms; None if it is not known."""
-        return self.reach[metric][quantile] if self.reach else None
-
     def verdict(self, metric: str, quantile: str) -> str:
         """Return the verdict; empty if the comparison was refused."""
         return self.verdicts[metric][quantile] if self.verdicts else ""

@@ -11,7 +11,6 @@ from kvtax.records.warning import RunWarning
 
 from kvtax_fleet.analyze.arm_runs import ArmRun
 from kvtax_fleet.analyze.cache import Apc
-from kvtax_fleet.analyze.comparison import Comparison
 from kvtax_fleet.analyze.refusals import Fault, faults
 
 FEW_SESSIONS = 20
@@ -40,7 +39,6 @@ REMEDIES = {
     "what it is: latencies do not hold these waits.",
     "failures": "Look up the reasons under Outcomes and in the instances' logs: the "
     "latencies leave these requests out.",
-    "duplicates": "Replay into a new file, with one replayer.",
     "drain": "Replay more sessions, or shorten the longest with `max_turns`.",
     "no_window": "Replay more sessions than are in flight at a time.",
     "few_sessions": "Replay more sessions (`sessions` or `copies` of [workload]).",
@@ -53,7 +51,6 @@ REMEDIES = {
     "no_counters": "Check that the instance serves /metrics and was not restarted "
     "during the run.",
     "uncommitted": "Commit, then run again: nobody can tell what this run measured.",
-    "aa_differs": "Take other differences of this size for noise, or add repeats.",
 }
 
 
@@ -112,9 +109,6 @@ def _of_requests(requests: pl.DataFrame) -> Iterator[Fault]:
     bad = requests.filter(pl.col("status") != "ok").height
     if bad > FAILED_SHARE * n:
         yield "failures", f"{bad} of {n} requests did not end ok"
-    twice = n - requests["id"].n_unique()
-    if twice:
-        yield "duplicates", f"{twice} requests have more than one record"
     drain = requests.filter(pl.col("window") == "drain").height
     if drain > DRAIN_SHARE * n:
         yield "drain", f"{drain / n:.0%} of the requests are in the drain tail"
@@ -180,25 +174,3 @@ def run_warnings(runs: list[ArmRun]) -> list[WarningEntry]:
         message = "the run was made from a tree with uncommitted changes"
         return [doubt("uncommitted", message)]
     return []
-
-
-def noise_warnings(compared: list[Comparison]) -> list[WarningEntry]:
-    """Warn of an A/A pair that differs beyond its interval: others may by chance."""
-    doubts = []
-    for pair in compared:
-        if not pair.same or pair.percent is None:
-            continue
-        known = {
-            f"{metric} {quantile}": level.ci95
-            for metric, levels in pair.percent.items()
-            for quantile, level in levels.items()
-            if level and level.ci95
-        }
-        apart = [name for name, (low, high) in known.items() if not low <= 0 <= high]
-        if apart:
-            message = (
-                f"the same as `{pair.baseline}`, but differs in {len(apart)} of "
-                f"{len(known)} (1 in 20 does by chance): {', '.join(apart)}"
-            )
-            doubts.append(doubt("aa_differs", message, pair.arm))
-    return doubts

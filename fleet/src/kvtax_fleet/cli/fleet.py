@@ -72,16 +72,14 @@ def _run(arguments: argparse.Namespace) -> int:
     3 a run failed or a comparison is refused (the report says which, and why).
     """
     require_checkout("fleet run")
-    from kvtax_fleet.experiment.executors import RunOptions, run_experiment
+    from kvtax_fleet.experiment.executors import run_experiment
 
     out = run_experiment(
         arguments.experiment,
-        RunOptions(
-            out=arguments.out,
-            resume=arguments.resume,
-            virtual=arguments.virtual,
-            ray=cluster_of(arguments),
-        ),
+        out=arguments.out,
+        resume=arguments.resume,
+        virtual=arguments.virtual,
+        ray=cluster_of(arguments),
     )
     return _write_report(out, out)
 

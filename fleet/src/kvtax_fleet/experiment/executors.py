@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 from kvtax import run_folder
@@ -15,7 +14,6 @@ from kvtax.hosts import Cluster
 from kvtax.proc.machine_lock import machine_lock
 from kvtax.records.files import read_document
 
-from kvtax_fleet.experiment import virtual
 from kvtax_fleet.experiment.arm_run import make_run
 from kvtax_fleet.experiment.config import Experiment, check_arms, read_experiment
 from kvtax_fleet.experiment.experiment_plan import (
@@ -25,73 +23,63 @@ from kvtax_fleet.experiment.experiment_plan import (
     PlannedRun,
     prepare,
 )
+from kvtax_fleet.experiment.virtual import check_virtual, make_here, make_on_hosts
 from kvtax_fleet.launch.launched import Workshop
 from kvtax_fleet.records.arm import ArmRecord
 
 
-@dataclass(frozen=True)
-class RunOptions:
-    """Options of `kvtax fleet run`."""
-
-    out: Path | None = None
-    resume: bool = False
-    virtual: bool = False
-    ray: Cluster | None = None
-
-    def check(self) -> None:
-        """Raise ExperimentError if two options exclude each other."""
-        if self.virtual:
-            return
-        if self.ray is not None:
-            raise ExperimentError(
-                "--ray is for --virtual: a fleet in real time runs on this machine"
-            )
-
-
-def run_experiment(config: Path, options: RunOptions) -> Path:
+def run_experiment(
+    config: Path,
+    out: Path | None = None,
+    resume: bool = False,
+    virtual: bool = False,
+    ray: Cluster | None = None,
+) -> Path:
     """Make all runs of the experiment that are missing; return the run folder.
 
     Raises ExperimentError, RunFolderError, ConfigError, TraceError, HostsError and what
     launching raises. `--resume` goes on from there.
     """
-    options.check()
+    if ray is not None and not virtual:
+        raise ExperimentError(
+            "--ray is for --virtual: a fleet in real time runs on this machine"
+        )
     experiment = read_experiment(config)
-    out = run_folder.choose(options.out, experiment.name, PLAN_FILE, options.resume)
+    out = run_folder.choose(out, experiment.name, PLAN_FILE, resume)
     with ExitStack() as stack:
         stack.enter_context(run_folder.held(out))
         check_arms(experiment)
-        if options.virtual:
-            virtual.check_virtual(experiment)
+        if virtual:
+            check_virtual(experiment)
         else:
             _check_real(experiment)
             stack.enter_context(machine_lock())
             settings = experiment.instance_settings
             preflight.check_machine(settings, experiment.instances)
-        runs = prepare(experiment, out, options.virtual)
-        missing = [run for run in runs if not (options.resume and run.is_finished)]
+        runs = prepare(experiment, out, virtual)
+        missing = [run for run in runs if not (resume and run.is_finished)]
         workshop = stack.enter_context(Workshop(out / "workshop"))
-        made = _make(experiment, missing, out / TRACE, workshop, options)
+        if ray is not None:
+            made = make_on_hosts(ray, experiment, missing, out / TRACE)
+        elif virtual:
+            made = make_here(experiment, missing, out / TRACE, workshop)
+        else:
+            made = _make_in_turn(experiment, missing, out / TRACE, workshop)
         for number, run in enumerate(made, len(runs) - len(missing) + 1):
             print(f"{number}/{len(runs)}  {outcome(run.folder)}", flush=True)
     return out
 
 
-def _make(
+def _make_in_turn(
     experiment: Experiment,
     runs: list[PlannedRun],
     trace: Path,
     workshop: Workshop,
-    options: RunOptions,
 ) -> Iterator[PlannedRun]:
-    """Make the runs; yield each as soon as its folder has the arm.json."""
-    if options.ray is not None:
-        yield from virtual.make_on_hosts(options.ray, experiment, runs, trace)
-    elif options.virtual:
-        yield from virtual.make_here(experiment, runs, trace, workshop)
-    else:
-        for run in runs:
-            make_run(run, experiment, trace, workshop)
-            yield run
+    """Make the runs in real time; yield each once its folder has the arm.json."""
+    for run in runs:
+        make_run(run, experiment, trace, workshop)
+        yield run
 
 
 def _check_real(experiment: Experiment) -> None:

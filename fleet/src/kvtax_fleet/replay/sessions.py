@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from kvtax.load.client import Ledger
@@ -98,12 +98,6 @@ class Window(NamedTuple):
 
     start_ns: int
     end_ns: int
-
-    def part(self, intended_ns: int) -> Literal["warmup", "steady", "drain"]:
-        """Classify a request by the time when it was due, whenever it ended."""
-        if intended_ns < self.start_ns:
-            return "warmup"
-        return "steady" if intended_ns < self.end_ns else "drain"
 
 
 def steady_window(spans: Sequence[tuple[int, int]]) -> Window | None:
