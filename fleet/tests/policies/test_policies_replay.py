@@ -7,7 +7,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from kvtax.records import RecordsError
 
 from kvtax_fleet.policies import POLICIES, PolicyError, parameters_of
 from kvtax_fleet.policies.decision import RequestInfo
@@ -106,31 +105,3 @@ def test_a_decision_that_does_not_follow_is_found(record):
     text = path.read_text().replace('"reason":"least load"', '"reason":"a hunch"', 1)
     path.write_text(text)
     assert not decide_again(path).reproduced
-
-
-def test_a_torn_last_line_is_left_out(record):
-    path = record("linear", {})
-    with path.open("ab") as file:
-        file.write(b'{"type":"decision","id":"torn')
-    assert decide_again(path).decisions == 200
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (None, "missing"),
-        ("", "no header"),
-        ('{"schema":"kvtax.replay/1","policy":"x","parameters":{}}\n', "schema is"),
-        (
-            '{"schema":"kvtax.decisions/1","policy":"linear","parameters":{}}\n'
-            '{"type":"decision","id":"1"}\n',
-            ":2:",
-        ),
-    ],
-)
-def test_other_files_are_refused_with_a_reason(text, said, tmp_path):
-    path = tmp_path / "decisions.jsonl"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(RecordsError, match=said):
-        decide_again(path)

@@ -197,9 +197,3 @@ def test_what_was_not_flushed_yet_is_written_at_the_end(tmp_path):
     with DecisionLog(path, HEADER) as log:
         log.ended(DecisionEnd("a", 0, None, status="ok"))
     assert ended(path) == ["a"]
-
-
-def test_without_a_file_nothing_is_written(tmp_path):
-    with DecisionLog(None, HEADER) as log:
-        log.ended(DecisionEnd("a", 0, None, status="ok"))
-    assert list(tmp_path.iterdir()) == []
