@@ -33,7 +33,7 @@ OF_REQUESTS = {
     *("last_step", "finish_reason"),
 }
 OF_LINES = {field.name for field in FIELDS} | OF_REQUESTS
-FILES = ("engine_step*.jsonl", "worker_step.r*.jsonl", "engine_request.jsonl")
+FILES = ("engine_step.jsonl", "worker_step.r*.jsonl", "engine_request.jsonl")
 
 
 def write_bundle(servers: Sequence[ServerFiles], out: Path) -> int:

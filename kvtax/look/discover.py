@@ -23,11 +23,11 @@ from pathlib import Path
 from kvtax.records import RecordsError
 from kvtax.records.files import read_header
 from kvtax.records.parts import parts_of, whole
-from kvtax.records.steps import EngineHeader, first_step
+from kvtax.records.steps import STEPS, EngineHeader, first_step
 from kvtax.records.warning import RECORD, RunWarning, Warn, encodable
 
 # Names of files of steps, also rotated or compressed ones.
-STEP_FILES = "engine_step*.jsonl*"
+STEP_FILES = f"{STEPS}*"
 # Name of the folder that the recorder makes for each life of an engine.
 LIFE = re.compile(r"\d{8}T\d{6}\.\d+Z-(?P<host>.+)-dp(?P<rank>\d+)-(?P<pid>\d+)")
 
@@ -62,7 +62,7 @@ def discover(folder: Path) -> tuple[list[ServerFiles], list[RunWarning]]:
         raise RecordsError(f"{folder}: no such directory")
     errors: list[OSError] = []
     there = files_below(folder, STEP_FILES, errors.append)
-    paths = sorted({path for path in map(whole, there) if path.suffix == ".jsonl"})
+    paths = sorted({path for path in map(whole, there) if path.name == STEPS})
     # A folder may be removed meanwhile.
     closed = [error for error in errors if not isinstance(error, FileNotFoundError)]
     if not paths:
@@ -153,9 +153,7 @@ def name_of(folder: Path, path: Path) -> str:
     """Name the instance of a file below `folder` by where the file lies."""
     inside = path.parent.relative_to(folder)
     name = str(inside) if inside.parts else folder.resolve().name
-    name = encodable(name)
-    is_one_of_several = path.match("engine_step?*.jsonl")
-    return f"{name}/{path.stem}" if is_one_of_several else name
+    return encodable(name)
 
 
 def _server(name: str, path: Path) -> ServerFiles:

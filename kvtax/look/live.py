@@ -40,7 +40,7 @@ SILENT_S = 60.0
 Decoder = msgspec.json.Decoder[EngineStep | WorkerStep | EngineRequest]
 # By pattern of the file's name: the record in its lines.
 FILES: dict[str, Decoder] = {
-    "engine_step*.jsonl": msgspec.json.Decoder(EngineStep),
+    "engine_step.jsonl": msgspec.json.Decoder(EngineStep),
     "worker_step.r0.jsonl": msgspec.json.Decoder(WorkerStep),
     "engine_request.jsonl": msgspec.json.Decoder(EngineRequest),
 }

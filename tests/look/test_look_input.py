@@ -227,14 +227,6 @@ def test_a_page_that_cannot_be_written_says_what_to_do(records, capsys):
     assert "name another file with --out" in captured.err
 
 
-def test_two_engines_in_one_folder_keep_their_own(records):
-    path = records / "engine_step.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
-    (records / "engine_step.other.jsonl").write_text("".join(lines[:21]))
-    instances, _ = read_instances(records)
-    assert [instance.steps.height for instance in instances] == [400, 20]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [40, 200])
 def test_tables_are_as_wide_as_the_terminal(tmp_path, columns):
