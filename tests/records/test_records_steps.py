@@ -118,14 +118,6 @@ def test_junk_in_a_chunk_is_torn_or_named_as_in_a_line(
             reader(path)
 
 
-def test_another_schema_is_refused_and_both_are_named(tmp_path: Path) -> None:
-    path = write(tmp_path / "e", [])
-    path.write_bytes(path.read_bytes().replace(b"step/1", b"step/2"))
-    for reader in (read, first_step):
-        with pytest.raises(RecordsError, match=r"engine_step/2.*engine_step/1"):
-            reader(path)
-
-
 def test_a_file_without_records_is_an_empty_table(tmp_path: Path) -> None:
     path = write(tmp_path / "e", [])
     frame, torn = read(path)

@@ -389,25 +389,16 @@ def test_a_step_has_its_parts_and_their_sums(steps: pl.DataFrame, column, expect
     assert steps[column].to_list() == expected
 
 
-@pytest.mark.parametrize(
-    ("tail", "torn", "error"),
-    [
-        ("", 0, None),
-        ('{"step_id": 4, "t_ns"', 1, None),
-        ('{"step_id": 4}\n', 0, r"engine_step.jsonl:5: bad record"),
-        ('{"step_id": 1, "t_ns": 1}\n', 0, None),
-    ],
-)
-def test_a_torn_last_line_is_dropped_and_a_bad_one_named(tmp_path, tail, torn, error):
-    path = tmp_path / "engine_step.jsonl"
-    write_lines(path, [HEADER, *(engine_record(step) for step in (0, 2, 3))])
-    path.write_text(path.read_text() + tail)
+def test_a_step_that_did_not_end_is_no_step_of_a_phase(tmp_path):
+    unended = {"step_id": 1, "t_ns": FIRST_NS + STEP_NS}
+    records = [engine_record(step) for step in (0, 2, 3)]
+    write_lines(tmp_path / STEPS, [HEADER, *records, unended])
     phases = [PhaseStart("growth", FIRST_NS)]
-    if error:
-        with pytest.raises(RecordsError, match=error):
-            whole_steps(tmp_path)
-        return
-    table = recorded_steps(path)
-    assert table.torn_lines == torn
-    # A step that did not end, or began before the phase, is no step of it.
-    assert trial_steps(0, table.table, phases)["step_id"].to_list() == [0, 2, 3]
+    table = trial_steps(0, recorded_steps(tmp_path / STEPS).table, phases)
+    assert table["step_id"].to_list() == [0, 2, 3]
+
+
+def test_a_bad_line_is_an_error_of_a_trial(tmp_path):
+    write_lines(tmp_path / STEPS, [HEADER, engine_record(0), {"step_id": 4}])
+    with pytest.raises(RecordsError, match=r"engine_step.jsonl:3: bad record"):
+        whole_steps(tmp_path)
