@@ -190,7 +190,7 @@ def warning_list(warnings: Iterable[RunWarning]) -> Iterator[str]:
 
 
 def terminal(page: Page) -> str:
-    """Render lines of plain text: answers, open tables, verdicts and warnings.
+    """Render lines of plain text: answers, open tables, bars and warnings.
 
     Lines are as wide as the terminal, or as COLUMNS says.
     """
@@ -240,9 +240,6 @@ def _section_lines(section: Section) -> list[str]:
             for bar in section.bars:
                 lines += ["", *wrapped([bar.note or bar.name, *bar.paragraphs])]
             return lines
-        case Verdicts():
-            words = (f"{of.name}: {of.verdict}: {of.words}" for of in section.verdicts)
-            return ["", *wrapped([section.title, *words])]
     return []
 
 
