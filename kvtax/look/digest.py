@@ -76,6 +76,7 @@ class StepDigest:
     _with_worker: dict[str, Ints] = field(default_factory=dict)
     _without_worker: dict[str, Ints] = field(default_factory=dict)
     _groups: list[pl.DataFrame] = field(default_factory=list)
+    _populations: dict[bool, Population] = field(default_factory=dict)
     _stretches: list[pl.DataFrame] = field(default_factory=list)
 
     def add(self, steps: pl.DataFrame) -> pl.DataFrame:
@@ -145,6 +146,7 @@ class StepDigest:
                 ),
             )
         )
+        self._populations.clear()
         if len(self._groups) > NAMED:
             self._groups = [_summed(self._groups)]
 
@@ -205,6 +207,12 @@ class StepDigest:
         return self.all if column.startswith(OF_THE_ENGINE) else self.with_worker
 
     def _population(self, *, of_worker: bool) -> Population:
+        """Sum up the steps so far, once until more are added."""
+        if of_worker not in self._populations:
+            self._populations[of_worker] = self._sum_up(of_worker=of_worker)
+        return self._populations[of_worker]
+
+    def _sum_up(self, *, of_worker: bool) -> Population:
         if not self._groups:
             return Population(0, 0.0, {})
         groups = _summed(self._groups)
