@@ -38,10 +38,8 @@ case $flavour in
     gpu) libraries[libmlx5.so.1]=ibverbs-providers ;;
 esac
 
-# Release -> its package of a Python that vLLM takes.
-declare -A pythons=(
-    [bookworm]=python3.11 [trixie]=python3.13 [jammy]=python3.11 [noble]=python3.12
-)
+# Release -> its package of a Python that vLLM takes, where that is not python3.
+declare -A pythons=([jammy]=python3.11)
 fetched_python=3.12
 no_python="no Python 3.11, 3.12 or 3.13 found"
 
@@ -142,8 +140,8 @@ make_environment() {
     UV_PYTHON_INSTALL_DIR=$PWD/.uv/python UV_PYTHON_INSTALL_BIN=0 \
         "$uv" venv -q --python "${python:-$fetched_python}" .venv && return
     [[ -n $python ]] || fail "$no_python, and uv could not fetch one. Install one: on" \
-        "Debian 12 and Ubuntu 22.04, apt-get install python3.11; on Debian 13," \
-        "python3.13; on Ubuntu 24.04, python3.12"
+        "Debian 12, Debian 13 and Ubuntu 24.04, apt-get install python3; on" \
+        "Ubuntu 22.04, python3.11"
     fail "uv could not make .venv; see above"
 }
 

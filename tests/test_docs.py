@@ -18,15 +18,16 @@ from kvtax.engine.connector import load_connector
 from kvtax.paths import REPOSITORY
 from tools import figures
 
+FILES = subprocess.run(
+    ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+    cwd=REPOSITORY,
+    check=True,
+    text=True,
+    capture_output=True,
+).stdout.splitlines()
 ROOMS = sorted(
-    entry.name
-    for entry in REPOSITORY.iterdir()
-    if entry.is_dir()
-    and entry.name[0] != "."
-    and entry.name not in ("third_party", "runs")
+    {name.partition("/")[0] for name in FILES if "/" in name and name[0] != "."}
 )
-# Benchmarks are built from upstream's sources.
-EXEMPT = ("kvindex/bin/**/*.md",)
 # The series for upstream names files of vLLM.
 NAMES_VLLMS_FILES = REPOSITORY / "patches" / "upstream" / "README.md"
 # A value of a record, not a file.
@@ -36,11 +37,8 @@ LISTED = ("benchmarks", "kvtax", "microbench", "studies", "tools")
 
 
 def documents() -> list[Path]:
-    pages = set(REPOSITORY.glob("*.md"))
-    for room in ROOMS:
-        pages.update((REPOSITORY / room).rglob("*.md"))
-    exempt = {page for pattern in EXEMPT for page in REPOSITORY.glob(pattern)}
-    return sorted(pages - exempt)
+    pages = {REPOSITORY / name for name in FILES if name.endswith(".md")}
+    return sorted(page for page in pages if page.exists())
 
 
 def headings(text: str) -> set[str]:

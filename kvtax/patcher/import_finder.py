@@ -257,9 +257,9 @@ def _run_hidden_sitecustomize(folder: str) -> None:
     behind = sys.path[sys.path.index(folder) + 1 :]
     spec = PathFinder.find_spec("sitecustomize", behind)
     if spec is not None and spec.loader is not None:
-        import importlib.util
-
-        module = importlib.util.module_from_spec(spec)
+        # importlib.util would import more than all the rest of this.
+        module = type(sys)("sitecustomize")
+        module.__spec__, module.__file__ = spec, spec.origin
         sys.modules["sitecustomize"] = module
         spec.loader.exec_module(module)
 

@@ -28,7 +28,10 @@ def make(pack: Path, folder: Path, cpu: bool) -> Path:
     version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     site = folder / "lib" / version / "site-packages"
     with tarfile.open(pack) as packed:
-        packed.extractall(site, filter="data")
+        # Python 3.11.2, that of Debian 12, has no filters: our own pack needs none.
+        if hasattr(tarfile, "data_filter"):
+            packed.extraction_filter = tarfile.data_filter
+        packed.extractall(site)
     outer = dict.fromkeys(
         (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
     )

@@ -336,7 +336,11 @@ def restore(file: Path, out: Path) -> None:
         there = {server for server in ORDER if (out / _folder(*server)).is_dir()}
         kept = {f"{_folder(*server)}/" for server in ORDER if server not in there}
         members = [m for m in packed if m.name.startswith(tuple(kept))]
-        packed.extractall(out, members, filter="data")
+        for member in members:
+            if content := packed.extractfile(member):
+                unpacked = out / member.name
+                unpacked.parent.mkdir(parents=True, exist_ok=True)
+                unpacked.write_bytes(content.read())
 
 
 def _folder(config: str, repeat: int) -> Path:

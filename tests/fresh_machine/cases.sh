@@ -48,7 +48,7 @@ make_root() { # RELEASE
 
 make_user() { # USER
     rm -rf "$home/me" "$home/my checkout"
-    mkdir -p "$home/me/kvtax"
+    mkdir -p "$home/me"
     local configuration
     for configuration in .config/pip .config/uv .pip; do
         [[ -d $HOME/$configuration ]] || continue
@@ -63,8 +63,8 @@ make_user() { # USER
         echo 'me:*:20000::::::' >>"$root/etc/shadow"
     fi
     [[ $1 != sudo ]] || echo 'me ALL=(ALL) NOPASSWD: ALL' >"$root/etc/sudoers.d/me"
-    git -c safe.directory="$repository" -C "$repository" ls-files -z |
-        tar -C "$repository" --null -T - -c | tar -x -C "$home/me/kvtax"
+    git -c safe.directory="$repository/.git" clone -q --no-hardlinks \
+        "$repository" "$home/me/kvtax"
     cp -r "$home/me/kvtax" "$home/my checkout"
     chown -R "$owner:$owner" "$home"
 }

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Does this checkout work on a machine that has nothing yet? Each case is a minimal root of
+# Does a clone of what is committed here work on a machine that has nothing yet? Each case is a minimal root of
 # a Debian release, and a user: root, one with sudo, or one without.
 #   tests/fresh_machine/check.sh [CASE...]      e.g. bookworm/root (default: all six)
 # It needs root, mmdebstrap, 25 GB in $TMPDIR (or /tmp), and a network for apt (from
