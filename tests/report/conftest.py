@@ -26,6 +26,8 @@ OPTIONS = [
 ]
 # Playwright gives up after 30 s, which a busy machine may take; pytest gives up, too.
 NEVER_MS = 0
+# A loaded page has its elements, so a test waits no longer for what is not there.
+ELEMENT_MS = 120_000
 
 
 # While it is open, its event loop runs in this thread: no test beside may run one.
@@ -62,7 +64,8 @@ def open_page(browser: Browser, tmp_path: Path):
         path = tmp_path / f"page{len(opened)}.html"
         path.write_text(text, encoding="utf-8")
         context = browser.new_context(**options)
-        context.set_default_timeout(NEVER_MS)
+        context.set_default_timeout(ELEMENT_MS)
+        context.set_default_navigation_timeout(NEVER_MS)
         view = Opened(context.new_page())
         opened.append(view)
         view.page.on("console", lambda message: view.printed.append(message.text))

@@ -156,10 +156,6 @@ def test_the_first_screen_of_a_fleet_has_the_ranking(open_page, fleet, width):
     assert in_first_screen(page, "tbody tr td strong")
     verdicts = table.locator("tbody td strong").all_text_contents()
     assert verdicts[0] == "best" and verdicts[-1].startswith("higher")
-    figure = page.locator("figcaption").first
-    assert figure.text_content().startswith("Mean E2E of each arm")
-    if width >= 1_366:
-        assert figure.bounding_box()["y"] < 2 * height
 
 
 @pytest.mark.parametrize("width", WIDTHS)
